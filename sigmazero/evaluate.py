@@ -1,0 +1,145 @@
+"""Fixed captions, seeds and noise: how well each arm reads, how far it is from real pictures, how much it varies.
+
+Every arm samples the same captions from the same noise. All metrics are those of the shipped reader (``reader.py``):
+
+- ``read_accuracy``: share of pictures in which everything that the caption names (number, ink, paper) is read.
+- ``fd_feat``: Frechet distance of reader features to those of fresh real pictures; real pictures give the floor.
+- ``diversity``: mean distance in reader features between pictures of one caption.
+- ``drift``: mean absolute difference to real pictures of channel means, channel deviations and saturation, in [0, 1].
+
+Intervals are 95 % bootstraps over captions; that of ``fd_feat`` is centred, because resampling raises the distance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sigmazero import glyphs, seeds
+from sigmazero.algorithms.base import Arm
+from sigmazero.config import EvaluateConfig
+from sigmazero.engines.base import Engine
+from sigmazero.reader import Reader, agrees
+from sigmazero.records import Prompt, RolloutRequest
+from sigmazero.schedule import sigma_grid
+from sigmazero.strategies import ode_and_return_last
+
+METRICS = ("read_accuracy", "fd_feat", "diversity", "drift")
+_CYCLE = 2**40  # the cycle id of evaluation's draws: no training cycle reaches it
+_FIRST_PICTURE = 2**40  # likewise for the pictures that are drawn for it
+
+Decode = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """An estimate with its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def as_dict(self) -> dict[str, float]:
+        return {"mean": self.mean, "low": self.low, "high": self.high}
+
+
+class Evaluator:
+    """The held-out captions of a run, their real pictures, and the scores of any other pictures of them."""
+
+    def __init__(self, config: EvaluateConfig, reader: Reader) -> None:
+        self.config, self._reader = config, reader
+        drawn = [
+            glyphs.caption_of(i, "test", config.seed)[0] for i in range(config.num_captions + config.num_reference)
+        ]
+        each = config.samples_per_caption
+        self.captions = [caption for caption in drawn[: config.num_captions] for _ in range(each)]
+        first = _FIRST_PICTURE + len(self.captions)
+        reference = drawn[config.num_captions :]
+        pictures = glyphs.pictures_of(reference, range(first, first + len(reference)), config.seed)
+        self._reference = self._features(pictures)
+        self._reference_look = _look(pictures)
+
+    def real(self) -> Tensor:
+        """Real pictures of the captions, what they leave open drawn freely: fp32 ``[n, 3, 16, 16]`` in [0, 1]."""
+        indices = range(_FIRST_PICTURE, _FIRST_PICTURE + len(self.captions))
+        return glyphs.pictures_of(self.captions, indices, self.config.seed)
+
+    def sample(self, arm: Arm, engine: Engine, decode: Decode, num_captions: int | None = None) -> Tensor:
+        """An arm's pictures of the first ``num_captions`` captions (all by default), as ``real`` gives them."""
+        count = len(self.captions) if num_captions is None else num_captions * self.config.samples_per_caption
+        sigmas, plan = sigma_grid(arm.num_steps, arm.shift), ode_and_return_last(0, arm.num_steps, 0)
+        plan = plan._replace(sde=None)  # every step is of the arm's kind
+        requests = [
+            RolloutRequest(
+                i, _CYCLE, Prompt(i, str(caption)), arm.role, sigmas, arm.kind, arm.eta, arm.guidance,
+                self.config.seed, plan,
+            )
+            for i, caption in enumerate(self.captions[:count])
+        ]  # fmt: skip
+        return decode(torch.stack([t.latents[-1] for t in engine.generate(requests)]))
+
+    def score(self, pictures: Tensor) -> dict[str, Metric]:
+        """The metrics of pictures of the captions, in the captions' order."""
+        each, num = self.config.samples_per_caption, len(pictures) // self.config.samples_per_caption
+        features = self._features(pictures)
+        read = self._reader.read(features)
+        right = torch.tensor([agrees(r, c) for r, c in zip(read, self.captions, strict=False)]).double()
+        groups = features.reshape(num, each, -1)
+        spread = torch.stack([torch.pdist(group).mean() for group in groups.double()])
+        look = _look(pictures)
+        picks = [self._resample(num, i) for i in range(self.config.bootstrap)]
+        rows = [torch.arange(num * each).reshape(num, each)[pick].flatten() for pick in picks]
+        distance = frechet_distance(features, self._reference)
+        distances = [frechet_distance(features[row], self._reference) for row in rows]
+        centre = float(np.mean(distances))
+        return {
+            "read_accuracy": _metric(right.mean().item(), [right[row].mean().item() for row in rows]),
+            "fd_feat": _metric(distance, [max(0.0, distance + d - centre) for d in distances]),
+            "diversity": _metric(spread.mean().item(), [spread[pick].mean().item() for pick in picks]),
+            "drift": _metric(self._drift(look), [self._drift(look[row]) for row in rows]),
+        }
+
+    def _resample(self, num: int, i: int) -> Tensor:
+        return torch.from_numpy(seeds.generator(self.config.seed, "bootstrap", i).integers(num, size=num))
+
+    def _drift(self, look: Tensor) -> float:
+        return (look.mean(0) - self._reference_look.mean(0)).abs().mean().item()
+
+    @torch.no_grad()
+    def _features(self, pictures: Tensor) -> Tensor:
+        return torch.cat([self._reader.features(part) for part in pictures.split(512)])
+
+
+def frechet_distance(a: Tensor, b: Tensor) -> float:
+    """``|m_a - m_b|^2 + tr(C_a + C_b - 2 (C_a^1/2 C_b C_a^1/2)^1/2)`` of features ``[n, d]``, in fp64."""
+    a, b = a.double(), b.double()
+    cov_a, cov_b = torch.cov(a.T), torch.cov(b.T)
+    values, vectors = torch.linalg.eigh(cov_a)
+    root = (vectors * values.clamp_min(0).sqrt()) @ vectors.T
+    cross = torch.linalg.eigvalsh(root @ cov_b @ root).clamp_min(0).sqrt().sum()
+    return ((a.mean(0) - b.mean(0)) ** 2).sum().item() + (cov_a.trace() + cov_b.trace() - 2 * cross).item()
+
+
+def scores_table(scores: Mapping[str, Mapping[str, Metric]]) -> str:
+    """Arms down, metrics across, each with its interval, as text."""
+    lines = [f"{'':14}" + "".join(f"{name:>26}" for name in METRICS)]
+    for arm, metrics in scores.items():
+        cells = [f"{m.mean:.3f} [{m.low:.3f}, {m.high:.3f}]" for m in (metrics[name] for name in METRICS)]
+        lines.append(f"{arm:14}" + "".join(f"{cell:>26}" for cell in cells))
+    return "\n".join(lines)
+
+
+def _look(pictures: Tensor) -> Tensor:
+    """Channel means, channel deviations and saturation of each picture: ``[n, 7]``."""
+    flat = pictures.flatten(2)
+    saturation = (flat.amax(1) - flat.amin(1)).mean(1, keepdim=True)
+    return torch.cat([flat.mean(2), flat.std(2), saturation], 1).double()
+
+
+def _metric(value: float, draws: Sequence[float]) -> Metric:
+    low, high = np.quantile(draws, (0.025, 0.975)).tolist()
+    return Metric(value, low, high)

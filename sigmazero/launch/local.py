@@ -1,0 +1,116 @@
+"""Builds a run in this process and sees it through: training, checkpoints, metrics, evaluation, report."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sigmazero.algorithms import ALGORITHMS
+from sigmazero.algorithms.base import Algorithm
+from sigmazero.config import ModelConfig, RunConfig
+from sigmazero.data import PromptFile, open_pictures, open_prompts
+from sigmazero.engines.local import LocalEngine
+from sigmazero.metrics import MetricsLog
+from sigmazero.models import FAMILIES
+from sigmazero.models.base import FlowModel
+from sigmazero.models.roles import Roles
+from sigmazero.training import checkpoint
+from sigmazero.training.folder import RunFolder
+from sigmazero.training.trainer import Trainer
+
+
+@dataclass
+class Built:
+    """The parts of a run, wired together."""
+
+    config: RunConfig
+    algorithm: Algorithm
+    roles: Roles
+    engine: LocalEngine
+    trainer: Trainer
+
+
+def use_threads(threads: int) -> None:
+    """Threads of one process; 0 is one a core."""
+    torch.set_num_threads(threads or os.cpu_count() or 1)
+
+
+def load_model(config: ModelConfig, seed: int) -> FlowModel:
+    """The base network of a recipe.
+
+    Raises:
+        ValueError: ``model.path`` is no weight file of the family.
+    """
+    family: Any = importlib.import_module(FAMILIES[config.family])
+    if config.path == "random":
+        return family.create(config.width, config.num_layers, seed)
+    return family.load(family.SHIPPED if config.path == "shipped" else config.path)
+
+
+def build(config: RunConfig) -> Built:
+    """Everything of a run but its folder.
+
+    Raises:
+        ValueError: a setting does not fit the model, the machine or a file that it names.
+    """
+    use_threads(config.training.threads)
+    device = _device(config.training.device)
+    algorithm: Algorithm = importlib.import_module(ALGORITHMS[config.algorithm.name]).build(config)
+    prompts = open_prompts(config.data, config.seed)
+    model = load_model(config.model, config.seed)
+    if isinstance(prompts, PromptFile):
+        prompts.check(model.encode)
+    model.net.to(device)
+    roles = Roles(
+        model, algorithm.roles, {a.target: a.source for a in algorithm.averages},
+        lora=config.roles.lora if config.roles.storage == "lora" else None,
+        guidance_norm=config.model.guidance_norm, seed=config.seed,
+        activation_checkpointing=config.model.activation_checkpointing,
+    )  # fmt: skip
+    engine = LocalEngine(roles, device=device)
+    pictures = open_pictures(config.data, config.seed)
+    return Built(config, algorithm, roles, engine, Trainer(config, algorithm, roles, engine, prompts, pictures, device))
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("training.device is 'cuda', but torch finds no CUDA device here; set 'auto' or 'cpu'")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def train(config: RunConfig) -> Path:
+    """Trains a run to its end, from its newest checkpoint where there is one. Returns the run folder.
+
+    Raises:
+        ValueError: the settings or the folder do not allow it; the message says what to set.
+    """
+    with RunFolder(config.output) as folder:
+        folder.open(config)
+        built = build(config)
+        found, refused = checkpoint.load_newest(folder.checkpoints)
+        for line in refused:
+            print(f"warning: {line}; using an older one")
+        if found is not None:
+            built.trainer.restore(found.tensors, found.numbers)
+        with MetricsLog(folder.path, built.trainer.counters.cycle, config.training.tensorboard) as log:
+            _train(built, folder, log)
+        folder.describe(config, finished=True)
+    return folder.path
+
+
+def _train(built: Built, folder: RunFolder, log: MetricsLog) -> None:
+    settings, trainer = built.config.training, built.trainer
+
+    def after_cycle(cycle: int, metrics: dict[str, float]) -> None:
+        last = cycle == built.config.num_cycles
+        if cycle % settings.log_every == 0 or last:
+            log.write(cycle, metrics)
+        if cycle % settings.checkpoint_every == 0 or last:
+            checkpoint.save(folder.checkpoints, cycle, trainer.tensors(), trainer.numbers(), settings.keep_checkpoints)
+
+    trainer.run(after_cycle)

@@ -1,0 +1,64 @@
+"""Metrics of a run: one JSON line a logged cycle always, TensorBoard beside it by default."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The rows of a ``metrics.jsonl``, oldest first; a last line that was cut off by a kill is left out."""
+    if not path.is_file():
+        return []
+    rows: list[dict[str, float]] = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+class MetricsLog:
+    """Appends rows whose ``cycle`` only grows.
+
+    Args:
+        folder: of the run; ``metrics.jsonl`` and ``tensorboard/`` lie in it.
+        cycle: where the run goes on. Rows of later cycles, logged before a kill and about to be logged again, are
+            dropped first (B72).
+    """
+
+    def __init__(self, folder: Path, cycle: int, tensorboard: bool) -> None:
+        self._path = folder / "metrics.jsonl"
+        rows = [row for row in read_metrics(self._path) if row["cycle"] <= cycle]
+        aside = self._path.with_suffix(".writing")
+        aside.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        os.replace(aside, self._path)
+        self._file = self._path.open("a")
+        self._board: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard.writer import SummaryWriter
+
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=cycle + 1)
+
+    def write(self, cycle: int, values: Mapping[str, float]) -> None:
+        """Logs the metrics of the cycle that has just been done, counted from 1."""
+        self._file.write(json.dumps({"cycle": cycle, **values}) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(name, value, cycle)
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()

@@ -1,0 +1,209 @@
+"""Named views of one network: full copies, or LoRA adapters over one frozen base.
+
+``requires_grad`` is set once, here, and never toggled (architecture, rule 13). A role is selected by one switch, and
+the recompute of a checkpointed forward selects the role of that forward again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from sigmazero import seeds
+from sigmazero.config import LoraConfig
+from sigmazero.models.base import FlowModel, guide
+from sigmazero.records import Conditioning
+from sigmazero.sampler import Velocity, padded
+
+RoleKind = Literal["train", "frozen", "average"]
+
+
+class _Storage(Protocol):
+    def net(self, role: str) -> nn.Module: ...
+    def own(self, role: str) -> dict[str, Tensor]: ...
+    def selected(self, role: str) -> contextlib.AbstractContextManager[None]: ...
+
+
+class Roles:
+    """The roles of a run.
+
+    Args:
+        model: the family, with the base network.
+        kinds: role -> ``train``, ``frozen`` or ``average``.
+        sources: averaged role -> the role that it averages; it starts as its copy.
+        lora: None for full copies.
+        guidance_norm: overrides the family's, or ``family``.
+    Raises:
+        ValueError: a LoRA target matches no linear layer of the network.
+    """
+
+    def __init__(
+        self,
+        model: FlowModel,
+        kinds: Mapping[str, RoleKind],
+        sources: Mapping[str, str],
+        *,
+        lora: LoraConfig | None = None,
+        guidance_norm: str = "family",
+        activation_checkpointing: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.model, self.kinds, self.storage_name = model, dict(kinds), "lora" if lora else "copy"
+        self.versions = dict.fromkeys(kinds, 0)  # optimizer steps
+        self._guidance_norm = model.guidance_norm if guidance_norm == "family" else guidance_norm
+        self._negative = model.encode([""])
+        model.net.eval().requires_grad_(False)
+        self._storage: _Storage = _Adapters(model, kinds, lora, seed) if lora else _Copies(model.net, kinds)
+        for role, kind in kinds.items():
+            for parameter in self._storage.own(role).values():
+                parameter.requires_grad_(kind == "train")
+        for target, source in sources.items():
+            self.average(target, source, 0.0)
+        if activation_checkpointing:
+            for net in {id(n): n for n in map(self._storage.net, kinds)}.values():
+                model.enable_activation_checkpointing(net, self._checkpointed)
+        self._current: str | None = None
+
+    def velocity(self, role: str, guidance: float = 1.0) -> Velocity:
+        """The velocity of a role, guided if ``guidance`` is not 1; both branches share one padded network call."""
+        if role not in self.kinds:
+            raise KeyError(f"there is no role {role!r}; the algorithm has {', '.join(self.kinds)}")
+        net = self._storage.net(role)
+
+        def plain(x: Tensor, sigma: Tensor, condition: Conditioning) -> Tensor:
+            with self.selected(role):
+                return self.model.velocity(net, x, sigma, condition)
+
+        def guided(x: Tensor, sigma: Tensor, condition: Conditioning) -> Tensor:
+            both = Conditioning.cat([condition, self._negative.take([0] * len(x))])
+            positive, negative = padded(plain)(x.repeat(2, *[1] * (x.ndim - 1)), sigma.repeat(2), both).chunk(2)
+            return guide(positive, negative, guidance, self._guidance_norm)
+
+        return padded(plain) if guidance == 1 else guided
+
+    def parameters(self, role: str) -> dict[str, Tensor]:
+        """What a role owns, by name: its copy's parameters or its adapter's. Frozen roles own nothing of their own."""
+        return self._storage.own(role)
+
+    def num_base_parameters(self) -> int:
+        return sum(p.numel() for p in self._storage.net(next(iter(self.kinds))).parameters())
+
+    @contextlib.contextmanager
+    def selected(self, role: str) -> Iterator[None]:
+        """Makes a role the one that the network computes; the former one is back afterwards, also after an error."""
+        before, self._current = self._current, role
+        with self._storage.selected(role):
+            try:
+                yield
+            finally:
+                self._current = before
+
+    @torch.no_grad()
+    def average(self, target: str, source: str, decay: float) -> None:
+        """``target <- decay * target + (1 - decay) * source``; decay 0 copies exactly."""
+        mine, theirs = self.parameters(target), self.parameters(source)
+        if decay == 0:
+            for name, value in mine.items():
+                value.copy_(theirs[name])
+        else:
+            torch._foreach_lerp_(list(mine.values()), [theirs[n] for n in mine], 1 - decay)
+        self.versions[target] = self.versions[source]
+
+    def fingerprint(self, role: str) -> str:
+        """A hash of every weight that the role computes with, in hexadecimal."""
+        digest = hashlib.sha256()
+        parts = {"": self.model.net.state_dict()} if self._storage.net(role) is self.model.net else {}
+        for prefix, tensors in {**parts, role: self.parameters(role)}.items():
+            for name in sorted(tensors):
+                if prefix or ".lora_" not in name:
+                    digest.update(name.encode())
+                    digest.update(tensors[name].detach().float().cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def _checkpointed(self, block: nn.Module, *inputs: Any) -> Any:
+        role = self._current
+        assert role is not None
+
+        def contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+            return contextlib.nullcontext(), self.selected(role)
+
+        return checkpoint(block, *inputs, use_reentrant=False, context_fn=contexts, preserve_rng_state=False)
+
+
+class _Copies:
+    """Each trained or averaged role is a full copy of the base; the frozen ones are the base."""
+
+    def __init__(self, base: nn.Module, kinds: Mapping[str, RoleKind]) -> None:
+        self._nets = {role: base if kind == "frozen" else copy.deepcopy(base) for role, kind in kinds.items()}
+        self._frozen = {role for role, kind in kinds.items() if kind == "frozen"}
+
+    def net(self, role: str) -> nn.Module:
+        return self._nets[role]
+
+    def own(self, role: str) -> dict[str, Tensor]:
+        return {} if role in self._frozen else dict(self._nets[role].named_parameters())
+
+    def selected(self, role: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+class _Adapters:
+    """Each trained or averaged role is one peft adapter over the frozen base; the frozen ones are the bare base."""
+
+    def __init__(self, model: FlowModel, kinds: Mapping[str, RoleKind], config: LoraConfig, seed: int) -> None:
+        import peft
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        targets = list(config.targets or model.lora_targets)
+        _check_targets(model.net, targets)
+        own_adapter = [role for role, kind in kinds.items() if kind != "frozen"]
+        settings = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0)  # pyright: ignore[reportArgumentType]
+        for index, role in enumerate(own_adapter):
+            with seeds.weight_init(seed, index):
+                peft.inject_adapter_in_model(settings, model.net, adapter_name=role)
+        self._net = model.net.eval()
+        self._layers = [m for m in model.net.modules() if isinstance(m, BaseTunerLayer)]
+        self._select(())
+        named = dict(model.net.named_parameters())
+        self._own = {
+            role: {n.replace(f".{role}.", "."): p for n, p in named.items() if f".{role}." in n} for role in own_adapter
+        }
+
+    def net(self, role: str) -> nn.Module:
+        return self._net
+
+    def own(self, role: str) -> dict[str, Tensor]:
+        return dict(self._own.get(role, {}))
+
+    @contextlib.contextmanager
+    def selected(self, role: str) -> Iterator[None]:
+        before = self._layers[0]._active_adapter
+        self._select([role] if role in self._own else [])
+        try:
+            yield
+        finally:
+            self._select(before)
+
+    def _select(self, names: Sequence[str]) -> None:
+        """The one switch. peft's own set_adapter also toggles requires_grad, which loses gradients under sharding."""
+        for layer in self._layers:
+            layer._active_adapter = list(names)
+
+
+def _check_targets(net: nn.Module, targets: Sequence[str]) -> None:
+    linear = [name for name, module in net.named_modules() if isinstance(module, nn.Linear)]
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in linear):
+            known = sorted(
+                {n.rsplit(".", 1)[-1] if not n[-1].isdigit() else ".".join(n.split(".")[-2:]) for n in linear}
+            )
+            raise ValueError(
+                f"roles.lora.targets: {target!r} matches no linear layer of this network; it has {', '.join(known)}"
+            )

@@ -1,0 +1,56 @@
+"""The one door for a user's own code: files and dotted names listed under ``plugins:``, named in the log.
+
+``plugins: [my_strategy.py:plan, mypackage.strategies:plan]``; a setting then names the function by the same text.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def load_plugin(name: str, allowed: Sequence[str]) -> Callable[..., Any]:
+    """The function that ``file.py:function`` or ``package.module:function`` names.
+
+    Raises:
+        ValueError: it is not listed under ``plugins``, there is no such file, module or function, or it names
+            something of the standard library (B50).
+    """
+    if name not in allowed:
+        raise ValueError(f"{name!r} is neither a known name nor listed under plugins; add it to plugins: [{name}]")
+    where, colon, function = name.rpartition(":")
+    if not colon or not function.isidentifier():
+        raise ValueError(f"plugin {name!r} is not of the form file.py:function or package.module:function")
+    module = _from_file(Path(where)) if where.endswith(".py") else _from_package(where)
+    found = getattr(module, function, None)
+    if not inspect.isfunction(found):
+        raise ValueError(f"plugin {name!r}: {where} has no function {function!r}")
+    return found
+
+
+def _from_file(path: Path) -> Any:
+    if not path.is_file():
+        raise ValueError(f"plugin file {path} does not exist")
+    spec = importlib.util.spec_from_file_location(f"sigmazero_plugin_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"plugin file {path} failed to load: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _from_package(name: str) -> Any:
+    root = name.split(".")[0]
+    if root in sys.stdlib_module_names or root == "builtins":
+        raise ValueError(f"plugin {name!r} is part of Python itself; a plugin is a function of yours")
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(f"plugin module {name!r} cannot be imported: {error}") from None

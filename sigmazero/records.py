@@ -1,0 +1,144 @@
+"""What crosses a layer: frozen, shaped, documented. Rows come first in every tensor.
+
+Time: ``sigma`` runs from 1 (noise) to 0 (data). A schedule of N steps has N+1 sigmas; step ``i`` goes from index
+``i`` to ``i + 1``; latent index ``i`` is the latent at ``sigmas[i]`` and index N is the sample itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class StepPlan(NamedTuple):
+    """Which steps are stochastic, which latents come back, where the rollout stops.
+
+    ``StepPlan(sde=(), ret=(1, 2), stop=1)``: no stochastic step; latents 1 and 2 come back; step 1 is the last and
+    jumps to sigma 0, so latent 2 is the prediction of the sample.
+    """
+
+    sde: tuple[int, ...] | None  # None: no filter, every step is of the request's kind; (): none is stochastic
+    ret: tuple[int, ...]  # latent indices, ascending
+    stop: int | None  # the last step taken; None: the last of the schedule
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One line of the prompt stream. ``Prompt(7, "the number 42 in red")``."""
+
+    id: int  # groups go by it, never by the text
+    text: str
+    metadata: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """What the network is told of each row's prompt, as the family encoded it: named tensors ``[rows, ...]``.
+
+    ``Conditioning({"tokens": int64 [2, 5]})``.
+    """
+
+    fields: Mapping[str, Tensor]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.fields.values())))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.fields[name]
+
+    def take(self, rows: Sequence[int]) -> Conditioning:
+        index = torch.as_tensor(rows, dtype=torch.long)
+        return Conditioning({name: value[index.to(value.device)] for name, value in self.fields.items()})
+
+    @staticmethod
+    def cat(parts: Sequence[Conditioning]) -> Conditioning:
+        return Conditioning({name: torch.cat([part[name] for part in parts]) for name in parts[0].fields})
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """One sample to be made.
+
+    ``RolloutRequest(sample=12, cycle=3, prompt=Prompt(7, "..."), policy="student", sigmas=[1, .75, 0], kind="cps",
+    eta=1.0, guidance=1.0, seed=0, plan=StepPlan(None, (0, 1), 0))``.
+    """
+
+    sample: int  # global index: the only identity that randomness knows
+    cycle: int
+    prompt: Prompt
+    policy: str  # the role that samples
+    sigmas: Tensor  # fp32 [N+1], descending, ending in 0
+    kind: str  # transition of the stochastic steps: ode, sde, dance, cps
+    eta: float
+    guidance: float  # 1: no guidance and no negative call
+    seed: int
+    plan: StepPlan
+    feed: str = "rollout"  # the batch that its row belongs to
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """What one sample's rollout recorded. R latents came back, K steps were taken."""
+
+    request: RolloutRequest
+    latents: Tensor  # [R, *latent shape], in the storage dtype
+    latent_indices: tuple[int, ...]  # R true indices, ascending
+    sigmas: Tensor  # fp32 [K+1], exactly those sampled with; a stopped rollout ends in 0 after step ``stop``
+    log_prob: Tensor  # fp32 [K], element means; nan where the step was deterministic
+    version: int  # optimizer steps of the policy when it sampled
+
+    def latent(self, index: int) -> Tensor:
+        """The latent at a true step index, never at a position.
+
+        Raises:
+            ValueError: that index did not come back.
+        """
+        if index not in self.latent_indices:
+            raise ValueError(f"latent {index} of sample {self.request.sample} did not come back: {self.latent_indices}")
+        return self.latents[self.latent_indices.index(index)]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of one feed. ``sample`` int64 [b], ``cycle`` int64 [b] and ``weight`` fp32 [b] are always there.
+
+    ``Batch({"sample": [4, 5], "cycle": [0, 0], "weight": [1., 1.], "x0": fp32 [2, 3, 16, 16]}, prompts, condition)``.
+    """
+
+    fields: Mapping[str, Tensor]
+    prompts: tuple[Prompt, ...]
+    condition: Conditioning | None = None  # None until the loop has encoded the prompts
+
+    def __len__(self) -> int:
+        return len(self.fields["sample"])
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.fields[name]
+
+    def take(self, rows: Sequence[int]) -> Batch:
+        index = torch.as_tensor(rows, dtype=torch.long)
+        return Batch(
+            {name: value[index] for name, value in self.fields.items()},
+            tuple(self.prompts[i] for i in rows),
+            self.condition.take(rows) if self.condition is not None else None,
+        )
+
+    def with_fields(self, **new: Tensor) -> Batch:
+        return Batch({**self.fields, **new}, self.prompts, self.condition)
+
+    def with_condition(self, condition: Conditioning) -> Batch:
+        return Batch(self.fields, self.prompts, condition)
+
+
+def rows_of(samples: Sequence[int], cycle: int) -> dict[str, Tensor]:
+    """The fields that every batch has, for samples of one cycle, each of weight 1."""
+    return {
+        "sample": torch.as_tensor(list(samples), dtype=torch.long),
+        "cycle": torch.full((len(samples),), cycle, dtype=torch.long),
+        "weight": torch.ones(len(samples)),
+    }

@@ -1,0 +1,146 @@
+"""A run's folder: self-contained, locked against a second process, never overwritten by accident."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from sigmazero.config import RunConfig, parse
+
+_LOCK = ".lock"
+_WRITTEN = ("checkpoints", "evaluation", "tensorboard", "metrics.jsonl", "scores.json", "report.html", "run.json")
+_PACKAGES = ("sigmazero", "torch", "diffusers", "transformers", "peft", "numpy", "safetensors")
+
+
+class RunFolder:
+    """``run.json`` (settings, versions, whether it is finished), metrics, checkpoints, pictures, report.
+
+    Used as a context: entering locks the folder, leaving (or dying) unlocks it.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._lock: Any = None
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def evaluation(self) -> Path:
+        return self.path / "evaluation"
+
+    def __enter__(self) -> RunFolder:
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"output: {self.path} is a file; name a folder")
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.path / _LOCK).open("a")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise ValueError(
+                f"output: {self.path} is in use by another process; wait for it or set another output"
+            ) from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.close()
+
+    def open(self, config: RunConfig) -> None:
+        """Starts the run here, or goes on with the same unfinished one.
+
+        Raises:
+            ValueError: the folder holds a finished or different run (the differences are named) and ``overwrite`` is
+                false, or it holds something that is no run.
+        """
+        described = read_description(self.path)
+        others = [p for p in self.path.iterdir() if p.name != _LOCK]
+        if described is None and others:
+            raise ValueError(f"output: {self.path} holds files but no run ({others[0].name}); set another output")
+        if described is not None:
+            if config.overwrite:
+                self._clear()
+            else:
+                _check_same(self.path, described, config)
+        if read_description(self.path) is None:
+            self.describe(config, finished=False)
+
+    def describe(self, config: RunConfig, *, finished: bool) -> None:
+        values = {
+            "finished": finished,
+            "config": config.model_dump(mode="json"),
+            "python": platform.python_version(),
+            "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
+        }
+        write_json(self.path / "run.json", values)
+
+    def _clear(self) -> None:
+        """Removes what a run writes, and nothing else that lies here; the description last, so a kill leaves a run."""
+        for name in _WRITTEN:
+            path = self.path / name
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def read_description(folder: Path) -> dict[str, Any] | None:
+    """``run.json`` of a folder, or None where there is no run.
+
+    Raises:
+        ValueError: the file is there but cannot be read.
+    """
+    path = folder / "run.json"
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text())
+    except (json.JSONDecodeError, OSError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); set overwrite=true to start over") from None
+
+
+def read_config(folder: str | Path) -> RunConfig:
+    """The resolved settings of a run folder.
+
+    Raises:
+        ValueError: it is no run folder.
+    """
+    described = read_description(Path(folder))
+    if described is None:
+        raise ValueError(f"{folder} is not a run folder: it has no run.json")
+    return parse(described["config"])
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Writes JSON whole or not at all."""
+    aside = path.with_name(path.name + ".writing")
+    aside.write_text(json.dumps(values, indent=1) + "\n")
+    os.replace(aside, path)
+
+
+def _check_same(path: Path, described: Mapping[str, Any], config: RunConfig) -> None:
+    differences = list(_differences(parse(described["config"]).identity(), config.identity()))
+    if differences:
+        raise ValueError(
+            f"output: {path} holds another run ({'; '.join(differences[:5])}); set overwrite=true or another output"
+        )
+    if described["finished"]:
+        raise ValueError(
+            f"output: {path} holds this run, finished; set overwrite=true to run it again, or another output"
+        )
+
+
+def _differences(old: Any, new: Any, key: str = "") -> Iterator[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in {**old, **new}:
+            yield from _differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+    elif old != new:
+        yield f"{key} was {old!r}, is {new!r}"

@@ -1,0 +1,95 @@
+"""What evolves during a run besides the roles' weights: optimizers and counters."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from sigmazero.config import OptimizerConfig
+
+
+def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
+    """The learning rate of optimizer step ``step`` of ``num_steps``: a pure function, so that there is none to save.
+
+    Linear warm-up to ``lr``, then ``constant``, or ``linear`` or ``cosine`` down to 0 after the last step.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    done = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
+    if config.decay == "linear":
+        return config.lr * (1 - done)
+    if config.decay == "cosine":
+        return config.lr * (1 + math.cos(math.pi * done)) / 2
+    return config.lr
+
+
+class RoleOptimizer:
+    """AdamW of one role, with clipping and the schedule of its config."""
+
+    def __init__(self, role: str, parameters: dict[str, Tensor], config: OptimizerConfig, num_steps: int) -> None:
+        if not any(p.requires_grad for p in parameters.values()):
+            raise ValueError(f"role {role!r} has no trainable parameter")
+        self.role, self.parameters, self.config, self.num_steps, self.steps = role, parameters, config, num_steps, 0
+        self._adam = torch.optim.AdamW(
+            list(parameters.values()), lr=config.lr, betas=config.betas, eps=config.eps,
+            weight_decay=config.weight_decay, foreach=True,
+        )  # fmt: skip
+
+    def gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.parameters.values() if p.grad is not None]
+
+    def gradient_norm(self) -> Tensor:
+        """The norm over all gradients of the role, before clipping."""
+        return torch.nn.utils.get_total_norm(self.gradients())
+
+    def step(self, norm: Tensor) -> float:
+        """Clips to ``config.clip``, steps, and returns the learning rate that was used."""
+        rate = learning_rate(self.config, self.steps, self.num_steps)
+        for group in self._adam.param_groups:
+            group["lr"] = rate
+        trainable = [p for p in self.parameters.values() if p.requires_grad]
+        torch.nn.utils.clip_grads_with_norm_(trainable, self.config.clip, norm, foreach=True)
+        self._adam.step()
+        self.steps += 1
+        return rate
+
+    def clear(self) -> None:
+        self._adam.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, Tensor]:
+        """The moments by ``parameter name/moment``, for a checkpoint."""
+        return {
+            f"{name}/{key}": value
+            for name, p in self.parameters.items()
+            for key, value in self._adam.state.get(p, {}).items()
+        }
+
+    def load(self, state: dict[str, Tensor], steps: int) -> None:
+        """Restores what ``state`` gave; ``steps`` is the count of steps behind it.
+
+        Raises:
+            ValueError: a moment is missing or there is one of an unknown parameter.
+        """
+        moments: dict[str, dict[str, Tensor]] = {}
+        for key, value in state.items():
+            name, _, moment = key.rpartition("/")
+            moments.setdefault(name, {})[moment] = value
+        wanted = set(self.parameters) if steps else set()
+        if set(moments) != wanted:
+            raise ValueError(f"optimizer of {self.role}: moments do not match: {sorted(set(moments) ^ wanted)[:4]}")
+        for name, parameter in self.parameters.items():
+            if name in moments:
+                self._adam.state[parameter] = {k: v.clone() for k, v in moments[name].items()}
+        self.steps = steps
+
+
+@dataclass
+class Counters:
+    """Numbers that a checkpoint keeps."""
+
+    cycle: int = 0  # cycles done
+    skipped: dict[str, int] = field(default_factory=dict)  # phase -> updates skipped for non-finite values, in all
+    skipped_in_a_row: dict[str, int] = field(default_factory=dict)
