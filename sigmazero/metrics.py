@@ -39,18 +39,26 @@ class MetricsLog:
         aside.write_text("".join(json.dumps(row) + "\n" for row in rows))
         os.replace(aside, self._path)
         self._file = self._path.open("a")
+        self._pending: dict[str, list[float]] = {}
         self._board: Any = None
         if tensorboard:
             from torch.utils.tensorboard.writer import SummaryWriter
 
             self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=cycle + 1)
 
-    def write(self, cycle: int, values: Mapping[str, float]) -> None:
-        """Logs the metrics of the cycle that has just been done, counted from 1."""
-        self._file.write(json.dumps({"cycle": cycle, **values}) + "\n")
+    def add(self, values: Mapping[str, float]) -> None:
+        """Takes the metrics of one cycle. A cycle need not have all of them: the student updates only in some."""
+        for name, value in values.items():
+            self._pending.setdefault(name, []).append(value)
+
+    def write(self, cycle: int) -> None:
+        """Logs the mean of what was added since the last row, at the count of cycles done."""
+        row = {name: sum(values) / len(values) for name, values in self._pending.items()}
+        self._pending = {}
+        self._file.write(json.dumps({"cycle": cycle, **row}) + "\n")
         self._file.flush()
         if self._board is not None:
-            for name, value in values.items():
+            for name, value in row.items():
                 self._board.add_scalar(name, value, cycle)
 
     def __enter__(self) -> MetricsLog:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,14 @@ from sigmazero.algorithms.base import Algorithm
 from sigmazero.config import ModelConfig, RunConfig
 from sigmazero.data import PromptFile, open_pictures, open_prompts
 from sigmazero.engines.local import LocalEngine
+from sigmazero.evaluate import scores_table
+from sigmazero.launch.judge import Judge
 from sigmazero.metrics import MetricsLog
 from sigmazero.models import FAMILIES
 from sigmazero.models.base import FlowModel
 from sigmazero.models.roles import Roles
+from sigmazero.progress import CycleProgress
+from sigmazero.report import write_report
 from sigmazero.training import checkpoint
 from sigmazero.training.folder import RunFolder
 from sigmazero.training.trainer import Trainer
@@ -90,27 +96,54 @@ def train(config: RunConfig) -> Path:
         ValueError: the settings or the folder do not allow it; the message says what to set.
     """
     with RunFolder(config.output) as folder:
-        folder.open(config)
         built = build(config)
-        found, refused = checkpoint.load_newest(folder.checkpoints)
-        for line in refused:
-            print(f"warning: {line}; using an older one")
-        if found is not None:
-            built.trainer.restore(found.tensors, found.numbers)
-        with MetricsLog(folder.path, built.trainer.counters.cycle, config.training.tensorboard) as log:
-            _train(built, folder, log)
+        folder.open(config)
+        restore_newest(built, folder)
+        judge = Judge(config, built.algorithm, built.roles, built.engine, folder)
+        judge.score_fixed()
+        start = built.trainer.counters.cycle
+        with (
+            MetricsLog(folder.path, start, config.training.tensorboard) as log,
+            CycleProgress("training", start, config.num_cycles) as progress,
+        ):
+            built.trainer.run(_watch(built, folder, judge, log, progress))
+        judge.score_moving(config.num_cycles)
         folder.describe(config, finished=True)
+        write_report(folder.path)
+        print(scores_table(judge.scores))
     return folder.path
 
 
-def _train(built: Built, folder: RunFolder, log: MetricsLog) -> None:
-    settings, trainer = built.config.training, built.trainer
+def restore_newest(built: Built, folder: RunFolder) -> None:
+    """Puts the newest checkpoint that verifies into the run, where there is one."""
+    found, refused = checkpoint.load_newest(folder.checkpoints)
+    for line in refused:
+        print(f"warning: {line}; looking for an older one", file=sys.stderr)
+    if found is not None:
+        built.trainer.restore(found.tensors, found.numbers)
+
+
+def _watch(
+    built: Built, folder: RunFolder, judge: Judge, log: MetricsLog, progress: CycleProgress
+) -> Callable[[int, dict[str, float]], None]:
+    """What happens after each cycle: metrics, refreshed pictures, checkpoint, progress.
+
+    A row is logged before the checkpoint of the same cycle, so that a resumed run starts its next row where an
+    uninterrupted one does.
+    """
+    settings, trainer, total = built.config.training, built.trainer, built.config.num_cycles
+
+    def due(every: int, cycle: int) -> bool:
+        return bool(every) and (cycle % every == 0 or cycle == total)
 
     def after_cycle(cycle: int, metrics: dict[str, float]) -> None:
-        last = cycle == built.config.num_cycles
-        if cycle % settings.log_every == 0 or last:
-            log.write(cycle, metrics)
-        if cycle % settings.checkpoint_every == 0 or last:
+        log.add(metrics)
+        progress.update(cycle, metrics)
+        if due(built.config.evaluate.every, cycle):
+            log.add(judge.refresh(cycle))
+        if due(settings.log_every, cycle) or due(settings.checkpoint_every, cycle):
+            log.write(cycle)
+        if due(settings.checkpoint_every, cycle):
             checkpoint.save(folder.checkpoints, cycle, trainer.tensors(), trainer.numbers(), settings.keep_checkpoints)
 
-    trainer.run(after_cycle)
+    return after_cycle

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sigmazero import seeds
@@ -109,6 +110,14 @@ def create(width: int, num_layers: int, seed: int) -> GlyphModel:
         net = GlyphNet(width, num_layers)
     net.start_as_identity()
     return GlyphModel(net, width, num_layers)
+
+
+def save(
+    path: str | Path, model: GlyphModel, tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
+) -> None:
+    """Writes weights named as in ``model.net`` to a file that ``load`` reads."""
+    stored = {name: value.detach().to("cpu", dtype).contiguous() for name, value in tensors.items()}
+    save_file(stored, path, metadata=dict(model.metadata()))
 
 
 def load(path: str | Path) -> GlyphModel:

@@ -164,10 +164,18 @@ class _Adapters:
         targets = list(config.targets or model.lora_targets)
         _check_targets(model.net, targets)
         own_adapter = [role for role, kind in kinds.items() if kind != "frozen"]
-        settings = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0)  # pyright: ignore[reportArgumentType]
+        wrapper: peft.PeftModel | None = None  # it replaces the layers inside model.net, which stays the network
         for index, role in enumerate(own_adapter):
+            settings = peft.LoraConfig(
+                r=config.rank,
+                lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]
+                target_modules=targets,
+            )
             with seeds.weight_init(seed, index):
-                peft.inject_adapter_in_model(settings, model.net, adapter_name=role)
+                if wrapper is None:
+                    wrapper = peft.PeftModel(model.net, settings, adapter_name=role)  # pyright: ignore[reportArgumentType]
+                else:
+                    wrapper.add_adapter(role, settings)
         self._net = model.net.eval()
         self._layers = [m for m in model.net.modules() if isinstance(m, BaseTunerLayer)]
         self._select(())

@@ -119,7 +119,7 @@ def read_config(folder: str | Path) -> RunConfig:
     return parse(described["config"])
 
 
-def write_json(path: Path, values: Mapping[str, Any]) -> None:
+def write_json(path: Path, values: Any) -> None:
     """Writes JSON whole or not at all."""
     aside = path.with_name(path.name + ".writing")
     aside.write_text(json.dumps(values, indent=1) + "\n")

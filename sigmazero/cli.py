@@ -1,0 +1,87 @@
+"""The command line. Commands import what they need when they run, so that ``--help`` answers at once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Post-trains flow-matching image models: few-step distillation, in one loop.",
+)
+
+Recipe = Annotated[Path, typer.Argument(help="a recipe, for example recipes/glyph_dmd2.yaml")]
+Overrides = Annotated[
+    Optional[list[str]], typer.Argument(help="dotted settings, for example algorithm.num_steps=4 output=runs/four")
+]
+Run = Annotated[Path, typer.Argument(help="a run folder, for example runs/glyph_dmd2")]
+
+
+@app.command()
+def train(recipe: Recipe, overrides: Overrides = None) -> None:
+    """Train a recipe; goes on with an unfinished run of the same settings, and ends with the path of its report."""
+    from sigmazero.config import load_recipe
+
+    config = load_recipe(recipe, overrides or [])
+    from sigmazero.launch.local import train as run
+
+    folder = run(config)
+    print(f"finished: report in {folder / 'report.html'}, scores in {folder / 'scores.json'}")
+
+
+@app.command()
+def show(recipe: Recipe, overrides: Overrides = None) -> None:
+    """Print the resolved settings, what would be trained, and the memory it needs; train nothing."""
+    from sigmazero.config import load_recipe
+
+    config = load_recipe(recipe, overrides or [])
+    from sigmazero.launch.plan import describe
+
+    print(describe(config))
+
+
+@app.command()
+def evaluate(run: Run) -> None:
+    """Score every arm of a run again, from its newest checkpoint; writes scores.json and report.html."""
+    from sigmazero.launch.reopen import evaluate_run
+
+    print(evaluate_run(run))
+    print(f"finished: report in {run / 'report.html'}, scores in {run / 'scores.json'}")
+
+
+@app.command()
+def sample(
+    run: Run,
+    prompt: Annotated[Optional[list[str]], typer.Option(help="a prompt; may be given several times")] = None,
+    count: Annotated[int, typer.Option(min=1, max=10_000, help="pictures a prompt")] = 1,
+    role: Annotated[Optional[str], typer.Option(help="role to sample; default: the averaged student")] = None,
+    num_steps: Annotated[
+        Optional[int], typer.Option(min=1, max=1000, help="steps; default: the trained number")
+    ] = None,
+    guidance: Annotated[Optional[float], typer.Option(min=0.0, help="guidance; 1 is none; default: the arm's")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="seed of the first picture; the next ones count up")] = 0,
+    output: Annotated[Optional[Path], typer.Option(help="folder; default: RUN/samples")] = None,
+) -> None:
+    """Sample pictures from a run's newest checkpoint: one PNG each, with its settings inside, and a contact sheet."""
+    from sigmazero.launch.reopen import sample_run
+
+    sheet = sample_run(run, prompt or [], count, role, num_steps, guidance, seed, output)
+    print(f"finished: {len(prompt or []) * count or count} pictures in {sheet.parent}, all of them on {sheet}")
+
+
+def main() -> None:
+    """Runs the command; a user's mistake ends in one line on stderr and exit code 2."""
+    try:
+        app(standalone_mode=True)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from the newest checkpoint", file=sys.stderr)
+        sys.exit(130)

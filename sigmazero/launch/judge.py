@@ -1,0 +1,113 @@
+"""Evaluation of a run in its folder: pictures and scores of every arm, ``scores.json``, the report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sigmazero.algorithms.base import Algorithm, Arm
+from sigmazero.config import RunConfig
+from sigmazero.engines.base import Engine
+from sigmazero.evaluate import Evaluator, Metric
+from sigmazero.models.roles import Roles
+from sigmazero.pictures import grid, quantized, save_png
+from sigmazero.progress import CycleProgress
+from sigmazero.reader import load_reader
+from sigmazero.report import write_report
+from sigmazero.training.folder import RunFolder, write_json
+
+NUM_SHOWN = 16  # captions whose pictures the report shows
+NUM_REFRESHED = 64  # captions that are scored while the run goes on
+
+
+class Judge:
+    """Scores arms of one run. Arms of frozen roles are sampled once and kept in the folder.
+
+    Args:
+        fresh: sample the frozen arms again, whatever the folder keeps.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        algorithm: Algorithm,
+        roles: Roles,
+        engine: Engine,
+        folder: RunFolder,
+        fresh: bool = False,
+    ) -> None:
+        self._config, self._algorithm, self._engine, self._decode = config, algorithm, engine, roles.model.decode
+        self._folder, self._fresh = folder, fresh
+        self._evaluator = Evaluator(config.evaluate, load_reader())
+        self._fixed = [arm for arm in algorithm.arms if roles.kinds[arm.role] == "frozen"]
+        self._moving = [arm for arm in algorithm.arms if roles.kinds[arm.role] != "frozen"]
+        self.scores: dict[str, dict[str, Metric]] = {}
+
+    def score_fixed(self) -> None:
+        """Real pictures and the arms that training does not change."""
+        captions = [str(c) for c in self._evaluator.captions[:: self._config.evaluate.samples_per_caption]]
+        self._folder.evaluation.mkdir(exist_ok=True)
+        write_json(self._folder.evaluation / "captions.json", captions[:NUM_SHOWN])
+        with CycleProgress("evaluating", 0, 1 + len(self._fixed)) as progress:
+            self._score("real", quantized(self._evaluator.real()))
+            progress.update(1)
+            for done, arm in enumerate(self._fixed, 2):
+                self._score(arm.name, self._kept(arm))
+                progress.update(done)
+        self._write(0)
+
+    def refresh(self, cycle: int) -> dict[str, float]:
+        """Pictures and quick scores of the averaged student, for the metrics log and the report."""
+        arm = self._moving[0]
+        count = min(NUM_REFRESHED, self._config.evaluate.num_captions)
+        pictures = quantized(self._evaluator.sample(arm, self._engine, self._decode, count))
+        self._show(self._folder.evaluation / "history" / f"{cycle:08d}.png", pictures)
+        scores = self._evaluator.score(pictures.float() / 255)
+        write_report(self._folder.path)
+        return {f"evaluate/{arm.name}/{name}": metric.mean for name, metric in scores.items()}
+
+    def score_moving(self, cycle: int) -> None:
+        """The trained arms, at the end."""
+        for arm in self._moving:
+            self._score(arm.name, quantized(self._evaluator.sample(arm, self._engine, self._decode)))
+        self._write(cycle)
+
+    def _score(self, name: str, pictures: Tensor) -> None:
+        self._show(self._folder.evaluation / f"{name}.png", pictures)
+        self.scores[name] = self._evaluator.score(pictures.float() / 255)
+
+    def _kept(self, arm: Arm) -> Tensor:
+        """The pictures of a frozen arm: from the folder, or sampled and kept there."""
+        path = self._folder.evaluation / f"{arm.name}.safetensors"
+        if path.is_file() and not self._fresh:
+            return load_file(path)["pictures"]
+        pictures = quantized(self._evaluator.sample(arm, self._engine, self._decode))
+        aside = path.with_suffix(".writing")
+        save_file({"pictures": pictures}, aside)
+        aside.replace(path)
+        return pictures
+
+    def _show(self, path: Path, pictures: Tensor) -> None:
+        shown = pictures[:: self._config.evaluate.samples_per_caption][:NUM_SHOWN]
+        save_png(grid(shown, len(shown)), path)
+
+    def _write(self, cycle: int) -> None:
+        arms = {arm: {name: m.as_dict() for name, m in metrics.items()} for arm, metrics in self.scores.items()}
+        settings = {
+            "seed": self._config.seed,
+            "num_cycles": self._config.num_cycles,
+            "algorithm": self._config.algorithm.model_dump(mode="json"),
+            "evaluate": self._config.evaluate.model_dump(mode="json"),
+            "threads": torch.get_num_threads(),
+        }
+        write_json(self._folder.path / "scores.json", {"arms": arms, "settings": settings, "cycle": cycle})
+        write_report(self._folder.path)
+
+
+def read_scores(folder: Path) -> dict[str, dict[str, dict[str, float]]]:
+    """``arms`` of a run's ``scores.json``."""
+    return json.loads((folder / "scores.json").read_text())["arms"]

@@ -1,0 +1,98 @@
+"""Works on a run that is already there: scores it again, samples from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from sigmazero.algorithms.base import Arm
+from sigmazero.evaluate import scores_table
+from sigmazero.launch.judge import Judge
+from sigmazero.launch.local import Built, build
+from sigmazero.pictures import grid, quantized, save_png
+from sigmazero.records import Prompt, RolloutRequest
+from sigmazero.schedule import sigma_grid
+from sigmazero.strategies import ode_and_return_last
+from sigmazero.training import checkpoint
+from sigmazero.training.folder import RunFolder, read_config
+
+TILE = 96  # pixels a side of a picture on the contact sheet, about
+DEFAULT_PROMPTS = ("the number 42 in red on yellow, serif font", "the number 07 in blue", "the number 93")
+
+
+def evaluate_run(path: Path) -> str:
+    """Samples and scores every arm of a run from its newest checkpoint. Returns the table of scores.
+
+    Raises:
+        ValueError: it is no run folder, it is in use, or it has no checkpoint yet.
+    """
+    config = read_config(path)
+    with RunFolder(path) as folder:
+        built = build(config)
+        cycle = _restore(built, folder)
+        judge = Judge(config, built.algorithm, built.roles, built.engine, folder, fresh=True)
+        judge.score_fixed()
+        judge.score_moving(cycle)
+        return scores_table(judge.scores)
+
+
+def sample_run(
+    path: Path,
+    prompts: Sequence[str],
+    count: int,
+    role: str | None,
+    num_steps: int | None,
+    guidance: float | None,
+    seed: int,
+    output: Path | None,
+) -> Path:
+    """Samples from a run's newest checkpoint; picture i of a prompt has seed ``seed + i``. Returns the contact sheet.
+
+    Raises:
+        ValueError: it is no run folder, has no checkpoint, the role is unknown, or the family cannot read a prompt.
+    """
+    built = build(read_config(path))
+    cycle = _restore(built, RunFolder(path))
+    arm = _arm(built, role, num_steps, guidance)
+    texts = list(prompts) or list(DEFAULT_PROMPTS)
+    requests = [_request(arm, Prompt(i, text), seed + j) for i, text in enumerate(texts) for j in range(count)]
+    decode = built.roles.model.decode
+    pictures = quantized(decode(torch.stack([t.latents[-1] for t in built.engine.generate(requests)])))
+    folder = output or path / "samples"
+    for i, (request, picture) in enumerate(zip(requests, pictures, strict=True)):
+        settings = {
+            "prompt": request.prompt.text, "seed": request.seed, "run": path.name, "cycle": cycle,
+            "arm": dataclasses.asdict(arm), "sigmas": request.sigmas.tolist(),
+        }  # fmt: skip
+        save_png(grid(picture[None], 1), folder / f"{i:05d}.png", settings)
+    columns = count if count > 1 else min(8, len(pictures))
+    save_png(grid(pictures, columns, max(1, TILE // pictures.shape[-1]), 4), folder / "sheet.png")
+    return folder / "sheet.png"
+
+
+def _restore(built: Built, folder: RunFolder) -> int:
+    """Loads the newest checkpoint; returns its cycle."""
+    found, refused = checkpoint.load_newest(folder.checkpoints)
+    if found is None:
+        raise ValueError(f"{folder.path} has no checkpoint that can be read yet" + "".join(f"; {r}" for r in refused))
+    built.trainer.restore(found.tensors, found.numbers)
+    return built.trainer.counters.cycle
+
+
+def _arm(built: Built, role: str | None, num_steps: int | None, guidance: float | None) -> Arm:
+    """The averaged student as evaluation samples it, or the same of another role; some settings changed."""
+    arms = {arm.role: arm for arm in reversed(built.algorithm.arms)}
+    chosen = role or ("student_ema" if "student_ema" in arms else next(iter(arms)))
+    if chosen not in arms:
+        raise ValueError(f"role {chosen!r} cannot be sampled; this run has {', '.join(sorted(arms))}")
+    arm = arms[chosen]
+    changes = {"num_steps": num_steps, "guidance": guidance}
+    return dataclasses.replace(arm, **{name: value for name, value in changes.items() if value is not None})
+
+
+def _request(arm: Arm, prompt: Prompt, seed: int) -> RolloutRequest:
+    sigmas, plan = sigma_grid(arm.num_steps, arm.shift), ode_and_return_last(0, arm.num_steps, seed)._replace(sde=None)
+    return RolloutRequest(0, 0, prompt, arm.role, sigmas, arm.kind, arm.eta, arm.guidance, seed, plan)

@@ -1,0 +1,268 @@
+"""Distillation runs that must agree do agree, and each loss moves only its own role."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sigmazero import data
+from sigmazero.config import RunConfig
+from sigmazero.launch.local import Built, build
+from sigmazero.records import Batch, Conditioning
+from sigmazero.training.phase import run_phase
+from tests.conftest import MakeRun
+
+LORA = {"roles.storage": "lora", "roles.lora": {"rank": 4, "alpha": 8.0}}
+STORAGES = pytest.mark.parametrize("storage", [{}, LORA], ids=["copy", "lora"])
+
+
+def feeds_of(built: Built, cycle: int = 0) -> dict[str, Batch]:
+    """The rollout of a cycle as the loop prepares it, with the score phase's gradient."""
+    trainer, size = built.trainer, built.config.data.batch_size
+    samples = range(cycle * size, (cycle + 1) * size)
+    feeds = trainer._prepare(trainer._roll_out(samples, cycle), samples, cycle)
+    return trainer._run(built.algorithm.phases[0], feeds, {})
+
+
+def gradients(built: Built, feeds: Mapping[str, Batch], phase: int, micro_batch: int) -> dict[str, Tensor]:
+    """The gradient of a phase's role, caught where the optimizer would step."""
+    wanted = built.algorithm.phases[phase]
+    optimizer = built.trainer.optimizers[wanted.updates[0]]
+    caught: dict[str, Tensor] = {}
+
+    def catch(norm: Tensor) -> float:
+        caught.update({n: p.grad.clone() for n, p in optimizer.parameters.items() if p.grad is not None})
+        return 0.0
+
+    optimizer.step = catch  # pyright: ignore[reportAttributeAccessIssue]
+    run_phase(wanted, built.roles, built.trainer.optimizers, feeds, micro_batch)
+    return caught
+
+
+def weights_of(built: Built) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in built.trainer.tensors().items()}
+
+
+def run(config: RunConfig, cycles: int | None = None) -> tuple[Built, list[dict[str, float]]]:
+    built = build(config)
+    log = [built.trainer.run_cycle() for _ in range(cycles or config.num_cycles)]
+    return built, log
+
+
+def assert_equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+@STORAGES
+def test_fake_equal_to_teacher_without_guidance_gives_zero_gradient(dmd2: MakeRun, storage: dict[str, Any]) -> None:
+    built = build(dmd2({"algorithm.guidance": 1.0, **storage}))
+    feeds = feeds_of(built)
+    assert torch.equal(feeds["rollout"]["g"], torch.zeros_like(feeds["rollout"]["g"]))
+    assert all(not g.any() for g in gradients(built, feeds, 1, 6).values())
+
+
+@STORAGES
+@pytest.mark.parametrize("phase", [1, 2], ids=["student", "fake_score"])
+def test_b46_micro_batches_and_row_order_change_nothing(dmd2: MakeRun, storage: dict[str, Any], phase: int) -> None:
+    """Also ragged ones (B53): 7 rows as 7, 3+3+1, 4+3, 1 each, reversed."""
+    built = build(dmd2({"data.batch_size": 7, **storage}))
+    built.trainer.run_cycle()  # the fake score differs from the teacher now
+    feeds = feeds_of(built, cycle=2)
+    reference = gradients(built, feeds, phase, 7)
+    assert max(g.abs().max() for g in reference.values()) > 1e-4
+    reverse = {feed: batch.take(range(len(batch) - 1, -1, -1)) for feed, batch in feeds.items()}
+    for given, micro_batch in ((feeds, 3), (feeds, 4), (feeds, 1), (reverse, 7), (reverse, 3)):
+        found = gradients(built, given, phase, micro_batch)
+        for name, value in reference.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_b46_weight_0_leaves_a_row_out_of_value_and_denominator(dmd2: MakeRun) -> None:
+    built = build(dmd2())
+    built.trainer.run_cycle()
+    feeds = feeds_of(built, cycle=2)
+    batch = feeds["rollout"]
+    kept = gradients(built, {"rollout": batch.take([0, 1, 2, 3])}, 1, 6)
+    g = batch["g"].clone()
+    g[4:] = 1e6
+    masked = batch.with_fields(weight=torch.tensor([1.0, 1, 1, 1, 0, 0]), g=g)
+    for name, value in gradients(built, {"rollout": masked}, 1, 4).items():
+        torch.testing.assert_close(value, kept[name], rtol=1e-5, atol=1e-6)
+
+
+@STORAGES
+def test_exactly_one_student_forward_holds_a_graph(dmd2: MakeRun, storage: dict[str, Any]) -> None:
+    """And teacher and fake score hold none in the student's part of the cycle."""
+    built = build(dmd2({"data.batch_size": 8, **storage}))
+    calls: list[tuple[str | None, bool]] = []
+    inner = built.roles.model.velocity
+
+    def spy(net: torch.nn.Module, x: Tensor, sigma: Tensor, condition: Conditioning) -> Tensor:
+        v = inner(net, x, sigma, condition)
+        calls.append((built.roles._current, v.requires_grad))
+        return v
+
+    built.roles.model.velocity = spy  # pyright: ignore[reportAttributeAccessIssue]
+    built.trainer.run_cycle()
+    assert calls.count(("student", True)) == 1
+    assert [role for role, graph in calls if graph] == ["student", "fake_score"]
+    assert calls.count(("teacher", False)) == 1
+
+
+@STORAGES
+def test_b74_each_loss_moves_its_own_role_only(dmd2: MakeRun, storage: dict[str, Any]) -> None:
+    built = build(dmd2(storage))
+    built.trainer.run_cycle()
+    feeds = feeds_of(built, cycle=2)
+    for phase, role in ((1, "student"), (2, "fake_score")):
+        before = weights_of(built)
+        run_phase(built.algorithm.phases[phase], built.roles, built.trainer.optimizers, feeds, 6)
+        after = weights_of(built)
+        moved = {
+            name.split("/")[1] for name in after if name not in before or not torch.equal(after[name], before[name])
+        }
+        assert moved == {role}
+        assert all(p.grad is None for r in built.roles.kinds for p in built.roles.parameters(r).values())
+
+
+@STORAGES
+def test_the_teacher_never_changes_and_averages_tick_once_a_student_update(
+    dmd2: MakeRun, storage: dict[str, Any]
+) -> None:
+    """K = 2: of 5 cycles 3 update the student; the fake score updates in each."""
+    built = build(dmd2({"num_cycles": 5, **storage}))
+    teacher, ticks = built.roles.fingerprint("teacher"), 0
+    expected = {n: v.clone() for n, v in built.roles.parameters("student").items()}
+    for cycle in range(5):
+        before = built.roles.fingerprint("student_ema")
+        built.trainer.run_cycle()
+        ticks += built.roles.fingerprint("student_ema") != before
+        if cycle % 2 == 0:
+            n = cycle // 2
+            decay = min((1 + n) / (10 + n), 0.98)
+            expected = {
+                name: decay * expected[name] + (1 - decay) * value.detach()
+                for name, value in built.roles.parameters("student").items()
+            }
+    assert ticks == 3
+    assert built.trainer.optimizers["student"].steps == 3
+    assert built.trainer.optimizers["fake_score"].steps == 5
+    assert built.roles.fingerprint("teacher") == teacher
+    for name, value in built.roles.parameters("student_ema").items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_b22_backward_simulation_uses_no_real_data(dmd2: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real pictures replaced by nan change no weight: nothing but their shape could be used."""
+    plain = weights_of(run(dmd2(), 3)[0])
+    inner = data.GlyphCaptions.pictures
+    monkeypatch.setattr(
+        data.GlyphCaptions, "pictures", lambda self, s: (inner(self, s)[0] * math.nan, inner(self, s)[1])
+    )
+    assert_equal(plain, weights_of(run(dmd2(), 3)[0]))
+
+
+def test_b22_b76_an_exit_at_step_2_costs_three_calls_without_gradient(dmd2: MakeRun, tmp_path: Path) -> None:
+    """A strategy of one's own, from a file, fixes the exit; the grid is 1, .75, .5, .25 (shift 1)."""
+    plugin = tmp_path / "exit_two.py"
+    plugin.write_text("def plan(sample, num_steps, seed):\n    return None, (2, 3), 2\n")
+    name = f"{plugin}:plan"
+    config = dmd2(
+        {"plugins": [name], "algorithm.step_strategy": name, "algorithm.num_steps": 4, "algorithm.shift": 1.0}
+    )
+    built = build(config)
+    seen: list[tuple[float, bool]] = []
+    inner = built.roles.model.velocity
+
+    def spy(net: torch.nn.Module, x: Tensor, sigma: Tensor, condition: Conditioning) -> Tensor:
+        seen.append((sigma[0].item(), torch.is_grad_enabled()))
+        return inner(net, x, sigma, condition)
+
+    built.roles.model.velocity = spy  # pyright: ignore[reportAttributeAccessIssue]
+    trajectories = built.trainer._roll_out(range(6), 0)
+    assert seen == [(1.0, False), (0.75, False), (0.5, False)]
+    assert all(t.sigmas.tolist() == [1.0, 0.75, 0.5, 0.0] for t in trajectories)
+
+
+def test_b23_shared_exit_step_is_one_a_cycle_and_per_sample_ones_differ(dmd2: MakeRun) -> None:
+    def exits(mode: str) -> list[set[int | None]]:
+        built = build(dmd2({"algorithm.exit_step": mode, "algorithm.num_steps": 4}))
+        prompts = built.trainer.prompts.prompts(range(6))
+        return [{r.plan.stop for r in built.algorithm.requests(prompts, range(c * 6, c * 6 + 6), c)} for c in range(12)]
+
+    shared, own = exits("shared"), exits("per_sample")
+    assert all(len(stops) == 1 for stops in shared)
+    assert set().union(*shared) == {0, 1, 2, 3}
+    assert max(len(stops) for stops in own) >= 3
+
+
+@pytest.mark.parametrize("transition", ["renoise", "euler"])
+def test_recomputed_exit_step_is_that_of_the_rollout(dmd2: MakeRun, transition: str) -> None:
+    """``x0_recompute_gap`` is exactly 0 in fp32 on the CPU, for micro-batches of any size, also after updates."""
+    for storage in ({}, LORA):
+        for micro_batch in (6, 4, 1):
+            config = dmd2(
+                {"algorithm.transition": transition, "optimizers.student.micro_batch": micro_batch, **storage}
+            )
+            _, log = run(config, 3)
+            assert [row["train/student_x0_recompute_gap"] for row in log[::2]] == [0.0, 0.0]
+
+
+def test_samples_do_not_depend_on_their_batch(dmd2: MakeRun) -> None:
+    built = build(dmd2())
+    prompts = built.trainer.prompts.prompts(range(11))
+    requests = built.algorithm.requests(prompts, range(11), 0)
+    whole = built.engine.generate(requests)
+    for rows in ([4], [10, 2, 7], list(range(9))):
+        for i, t in zip(rows, built.engine.generate([requests[i] for i in rows]), strict=True):
+            assert torch.equal(t.latents, whole[i].latents)
+            assert t.latent_indices == whole[i].latent_indices
+
+
+def test_b40_nan_in_the_fake_score_is_counted_and_changes_no_student_weight(dmd2: MakeRun) -> None:
+    built = build(dmd2({"training.max_nonfinite": 2, "num_cycles": 40}))
+    with torch.no_grad():
+        next(iter(built.roles.parameters("fake_score").values())).view(-1)[:] = math.nan
+    before = weights_of(built)
+    metrics = built.trainer.run_cycle()
+    assert metrics["train/nonfinite_score_g"] > 0
+    assert built.trainer.counters.skipped == {"score": 1, "student": 1, "fake_score": 1}
+    assert built.trainer.optimizers["student"].steps == 0
+    after = weights_of(built)
+    for name in before:
+        assert torch.equal(before[name].nan_to_num(1.5), after[name].nan_to_num(1.5))
+    with pytest.raises(ValueError, match=r"non-finite values 2 times in a row.*max_nonfinite"):
+        for _ in range(4):
+            built.trainer.run_cycle()
+
+
+def test_b76_live_tensors_do_not_grow(dmd2: MakeRun) -> None:
+    import gc
+
+    built = build(dmd2({"num_cycles": 100}))
+
+    def count() -> int:
+        gc.collect()
+        return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
+
+    for _ in range(4):
+        built.trainer.run_cycle()
+    before = count()
+    for _ in range(20):
+        built.trainer.run_cycle()
+    assert count() == before
+
+
+def test_a_seed_is_a_run(dmd2: MakeRun) -> None:
+    """The same seed gives the same weights bit for bit; another one does not."""
+    first = weights_of(run(dmd2(), 2)[0])
+    assert_equal(first, weights_of(run(dmd2(), 2)[0]))
+    other = weights_of(run(dmd2({"seed": 1}), 2)[0])
+    assert any(not torch.equal(first[n], other[n]) for n in first)

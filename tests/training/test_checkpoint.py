@@ -1,0 +1,121 @@
+"""Checkpoints survive kills, refuse damage, and execute nothing."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from sigmazero.training import checkpoint
+
+TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([1.5], dtype=torch.float64)}
+
+
+def write(folder: Path, cycle: int, keep: int = 2, **changed: torch.Tensor) -> Path:
+    return checkpoint.save(folder, cycle, {**TENSORS, **changed}, {"cycle": cycle}, keep)
+
+
+def test_what_was_saved_comes_back(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    found, refused = checkpoint.load_newest(tmp_path)
+    assert found is not None
+    assert refused == []
+    assert found.numbers == {"cycle": 3}
+    assert all(torch.equal(found.tensors[n], t) and found.tensors[n].dtype == t.dtype for n, t in TENSORS.items())
+
+
+def test_only_the_newest_are_kept_and_nothing_else_is_touched(tmp_path: Path) -> None:
+    (tmp_path / "cycle-notes").mkdir()
+    for cycle in (1, 2, 10):
+        write(tmp_path, cycle)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["cycle-00000002", "cycle-00000010", "cycle-notes"]
+
+
+@pytest.mark.parametrize("harm", ["truncate", "flip", "no state", "no tensors", "half json", "schema"])
+def test_b24_a_damaged_newest_one_is_passed_over_by_name(tmp_path: Path, harm: str) -> None:
+    write(tmp_path, 1)
+    newest = write(tmp_path, 2)
+    tensors, state = newest / "tensors.safetensors", newest / "state.json"
+    if harm == "truncate":
+        tensors.write_bytes(tensors.read_bytes()[:-4])
+    elif harm == "flip":
+        data = bytearray(tensors.read_bytes())
+        data[-1] ^= 1
+        tensors.write_bytes(bytes(data))
+    elif harm == "half json":
+        state.write_text(state.read_text()[:20])
+    elif harm == "schema":
+        state.write_text(state.read_text().replace('"schema": 1', '"schema": 99'))
+    else:
+        (state if harm == "no state" else tensors).unlink()
+    found, refused = checkpoint.load_newest(tmp_path)
+    assert found is not None
+    assert found.numbers == {"cycle": 1}
+    assert len(refused) == 1
+    assert "cycle-00000002" in refused[0]
+
+
+@pytest.mark.parametrize("where", ["save_file", "_sync", "rename"])
+def test_b24_a_save_that_fails_half_way_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """keep=1, full disk: the only good checkpoint stays, and the next save works."""
+    write(tmp_path, 1, keep=1)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path if where == "rename" else checkpoint, where, full)
+        with pytest.raises(OSError, match="No space"):
+            write(tmp_path, 2, keep=1)
+    found, refused = checkpoint.load_newest(tmp_path)
+    assert found is not None
+    assert found.numbers == {"cycle": 1}
+    assert refused == []
+    write(tmp_path, 3, keep=1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["cycle-00000003"]
+
+
+def test_b24_the_marker_comes_last_and_pruning_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every step of a save, the folder holds a checkpoint that verifies."""
+    write(tmp_path, 1, keep=1)
+    seen: list[bool] = []
+    for name in ("_digest", "_sync"):
+        inner = getattr(checkpoint, name)
+
+        def look(path: Path, inner: object = inner, name: str = name) -> object:
+            if name == "_sync":
+                found = [p for p in checkpoint._folders(tmp_path) if (p / "state.json").is_file()]
+                seen.append(bool(found))
+            return inner(path)  # pyright: ignore[reportCallIssue]
+
+        monkeypatch.setattr(checkpoint, name, look)
+    write(tmp_path, 2, keep=1)
+    assert len(seen) >= 3
+    assert all(seen)
+
+
+class _Attack:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (f"touch '{self.marker}'",)
+
+
+def test_b49_a_pickle_in_place_of_tensors_is_refused_and_not_run(tmp_path: Path) -> None:
+    newest, marker = write(tmp_path / "c", 1), tmp_path / "ran"
+    (newest / "tensors.safetensors").write_bytes(pickle.dumps(_Attack(marker)))
+    text = (newest / "state.json").read_text()
+    old = checkpoint.load_newest(tmp_path / "c")
+    assert old[0] is None
+    (newest / "state.json").write_text(
+        text.replace(text.split('"sha256": "')[1][:64], checkpoint._digest(newest / "tensors.safetensors"))
+    )
+    with pytest.raises(ValueError, match="cannot be read"):
+        checkpoint.load(newest)
+    assert not marker.exists()
