@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -18,7 +18,7 @@ app = typer.Typer(
 
 Recipe = Annotated[Path, typer.Argument(help="a recipe, for example recipes/glyph_dmd2.yaml")]
 Overrides = Annotated[
-    Optional[list[str]], typer.Argument(help="dotted settings, for example algorithm.num_steps=4 output=runs/four")
+    list[str] | None, typer.Argument(help="dotted settings, for example algorithm.num_steps=4 output=runs/four")
 ]
 Run = Annotated[Path, typer.Argument(help="a run folder, for example runs/glyph_dmd2")]
 
@@ -58,15 +58,13 @@ def evaluate(run: Run) -> None:
 @app.command()
 def sample(
     run: Run,
-    prompt: Annotated[Optional[list[str]], typer.Option(help="a prompt; may be given several times")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="a prompt; may be given several times")] = None,
     count: Annotated[int, typer.Option(min=1, max=10_000, help="pictures a prompt")] = 1,
-    role: Annotated[Optional[str], typer.Option(help="role to sample; default: the averaged student")] = None,
-    num_steps: Annotated[
-        Optional[int], typer.Option(min=1, max=1000, help="steps; default: the trained number")
-    ] = None,
-    guidance: Annotated[Optional[float], typer.Option(min=0.0, help="guidance; 1 is none; default: the arm's")] = None,
+    role: Annotated[str | None, typer.Option(help="role to sample; default: the averaged student")] = None,
+    num_steps: Annotated[int | None, typer.Option(min=1, max=1000, help="steps; default: the trained number")] = None,
+    guidance: Annotated[float | None, typer.Option(min=0.0, help="guidance; 1 is none; default: the arm's")] = None,
     seed: Annotated[int, typer.Option(min=0, help="seed of the first picture; the next ones count up")] = 0,
-    output: Annotated[Optional[Path], typer.Option(help="folder; default: RUN/samples")] = None,
+    output: Annotated[Path | None, typer.Option(help="folder; default: RUN/samples")] = None,
 ) -> None:
     """Sample pictures from a run's newest checkpoint: one PNG each, with its settings inside, and a contact sheet."""
     from sigmazero.launch.reopen import sample_run

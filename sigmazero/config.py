@@ -149,9 +149,9 @@ class EvaluateConfig(_Settings):
     """Fixed prompts and seeds. ``every`` 0: only at the end."""
 
     every: int = Field(0, ge=0)  # cycles between refreshed pictures and scores of the trained roles
-    num_captions: int = Field(256, ge=8)
-    samples_per_caption: int = Field(4, ge=2)
-    num_reference: int = Field(4096, ge=256)  # real pictures that distances are measured to
+    num_captions: int = Field(480, ge=8)  # the 240 held-out combinations twice
+    samples_per_caption: int = Field(2, ge=2)
+    num_reference: int = Field(3840, ge=256)  # real pictures that distances are measured to
     bootstrap: int = Field(200, ge=20)
     shift: float | None = Field(None, gt=0)  # of the student's grid in evaluation; null: the trained one
     seed: int = Field(0, ge=0, lt=2**63)
@@ -222,6 +222,7 @@ def parse(values: Mapping[str, Any]) -> RunConfig:
     Raises:
         ValueError: as ``load_recipe``.
     """
+    _check_plain(values, "")
     try:
         # Through JSON: strict types, but a YAML list may fill a tuple.
         return RunConfig.model_validate_json(json.dumps(values))
@@ -248,13 +249,14 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _apply(values: dict[str, Any], override: str) -> None:
     import yaml
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise ValueError(f"override {override!r} is not of the form key=value, for example algorithm.num_steps=4")
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ValueError(f"override {override!r}: the value is not YAML ({' '.join(str(error).split())})") from None
     assert isinstance(parsed, dict)
     *parents, last = key.strip().split(".")
@@ -264,6 +266,20 @@ def _apply(values: dict[str, Any], override: str) -> None:
         if not isinstance(at, dict):
             raise ValueError(f"override {override!r}: {'.'.join(parents[: depth + 1])} is a value, not a group of keys")
     at[last] = parsed["value"]
+
+
+def _check_plain(value: Any, key: str) -> None:
+    """Refuses what YAML tags and interpolation can smuggle in: only plain values are settings (B50)."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            _check_plain(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            _check_plain(inner, key)
+    elif not (value is None or type(value) in (str, int, float, bool)):
+        raise ValueError(f"{key} is {value!r}: only plain text, numbers, lists and groups are settings")
+    elif isinstance(value, str) and ("${" in value or value == "???"):
+        raise ValueError(f"{key} is {value!r}: there is no interpolation here; write the value itself")
 
 
 def _explain(error: Any, values: Mapping[str, Any]) -> str:

@@ -37,7 +37,8 @@ def _from_file(path: Path) -> Any:
     if not path.is_file():
         raise ValueError(f"plugin file {path} does not exist")
     spec = importlib.util.spec_from_file_location(f"sigmazero_plugin_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

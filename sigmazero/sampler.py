@@ -78,7 +78,9 @@ def rollout(
     num_steps = len(requests[0].sigmas) - 1
     plans = [checked_plan(r.plan, num_steps) for r in requests]
     last = [num_steps - 1 if p.stop is None else p.stop for p in plans]
-    sigmas = stack_sigmas([r.sigmas if p.stop is None else _stopped(r.sigmas, p.stop) for r, p in zip(requests, plans)])
+    sigmas = stack_sigmas(
+        [r.sigmas if p.stop is None else _stopped(r.sigmas, p.stop) for r, p in zip(requests, plans, strict=True)]
+    )
     guard = torch.stack([r.sigmas[1] for r in requests])
     kind, eta, velocity = requests[0].kind, requests[0].eta, padded(velocity)
 

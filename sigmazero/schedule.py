@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -38,8 +39,7 @@ def sigma_grid(num_steps: int, shift: float = 1.0) -> Tensor:
     Raises:
         ValueError: N is not an integer of at least 1, or the shift is not positive.
     """
-    if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
-        raise ValueError(f"num_steps is {num_steps!r}; it must be an integer of at least 1")
+    _check_num_steps(num_steps)
     u = torch.linspace(1, 1 / num_steps, num_steps, dtype=torch.float64)
     return torch.cat([static_shift(u, shift), torch.zeros(1, dtype=torch.float64)]).float()
 
@@ -49,10 +49,19 @@ def diffusers_sd3_grid(num_steps: int, shift: float = 3.0) -> Tensor:
 
     The table of 1000 train steps is shifted when it is built, and its shifted last entry is the start of the linear
     spacing that is shifted again. Returns fp32 ``[N+1]``.
+
+    Raises:
+        ValueError: as ``sigma_grid``.
     """
+    _check_num_steps(num_steps)
     last = static_shift(torch.tensor(1 / 1000, dtype=torch.float64), shift).item()
     u = torch.linspace(1, last, num_steps, dtype=torch.float64)
     return torch.cat([static_shift(u, shift), torch.zeros(1, dtype=torch.float64)]).float()
+
+
+def _check_num_steps(num_steps: object) -> None:
+    if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
+        raise ValueError(f"num_steps is {num_steps!r}; it must be an integer of at least 1")
 
 
 def check_sigmas(sigmas: Tensor) -> None:
@@ -70,7 +79,7 @@ def check_sigmas(sigmas: Tensor) -> None:
         )
     if values[-1] != 0 or not all(math.isfinite(s) for s in values) or values[0] > 1:
         raise ValueError(f"a schedule lies within [0, 1] and ends in exactly 0, got {values}")
-    if any(a <= b for a, b in zip(values, values[1:], strict=False)):
+    if any(a <= b for a, b in itertools.pairwise(values)):
         raise ValueError(f"a schedule is strictly descending, got {values}")
 
 

@@ -79,7 +79,8 @@ def uniform(
     steps: Sequence[int] | int = 0,
 ) -> Tensor:
     """Uniform numbers in [0, 1), one a row: fp64 ``[len(samples)]`` on the host."""
-    return torch.tensor([generator(seed, stream, *row).random() for row in _ids(samples, cycles, steps)]).double()
+    rows = [generator(seed, stream, *row).random() for row in _ids(samples, cycles, steps)]
+    return torch.tensor(rows, dtype=torch.float64)
 
 
 def integers(

@@ -15,12 +15,12 @@ StepStrategy = Callable[[int, int, int], StepPlan]
 
 
 def _scored(sde: Sequence[int], num_steps: int) -> StepPlan:
-    """A full rollout that returns what scoring ``sde`` needs: the latents on both sides of each step, and the sample."""
+    """A full rollout that returns the sample and the latents on both sides of each stochastic step."""
     return StepPlan(tuple(sde), tuple(sorted({*sde, *(i + 1 for i in sde), num_steps})), None)
 
 
 def sde_window(num_sde_steps: int, low: int, high: int) -> StepStrategy:
-    """A random contiguous window of stochastic steps inside ``[low, high)``, drawn per sample (Flow-GRPO-Fast, MixGRPO).
+    """A random contiguous window of stochastic steps inside ``[low, high)``, drawn per sample (MixGRPO).
 
     Raises:
         ValueError: the window does not fit the range; at the call, the range does not fit the schedule.
@@ -41,7 +41,7 @@ def epoch_global_random_choice(candidates: Sequence[int], num_sde_steps: int, sa
     """One subset of the candidates an epoch, the same for all its samples.
 
     Raises:
-        ValueError: there are fewer candidates than steps, or some stand twice; at the call, one is outside the schedule.
+        ValueError: fewer candidates than steps, or one stands twice; at the call, one is outside the schedule.
     """
     pool = tuple(candidates)
     if len(set(pool)) != len(pool) or not 1 <= num_sde_steps <= len(pool) or samples_per_epoch < 1:
@@ -68,7 +68,12 @@ def stop_at_random_step(samples_per_draw: int = 1) -> StepStrategy:
 
     There is no stochastic filter: the steps before it are of the request's kind, the last one jumps to sigma 0.
     ``samples_per_draw`` consecutive samples share a draw.
+
+    Raises:
+        ValueError: ``samples_per_draw`` is below 1.
     """
+    if samples_per_draw < 1:
+        raise ValueError(f"stop_at_random_step: samples_per_draw is {samples_per_draw}; it must be at least 1")
 
     def plan(sample: int, num_steps: int, seed: int) -> StepPlan:
         i = seeds.integers(seed, "exit_step", num_steps, [sample // samples_per_draw])[0]

@@ -75,9 +75,10 @@ def step(mean: Tensor, std: Tensor, noise: Tensor | None, dtype: torch.dtype) ->
 def log_prob(y: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """Log-density of the stored ``y`` under the transition, as the mean over a sample's elements (B16).
 
-    Returns: fp32 ``[b]``; the mean accumulates in fp64. nan where std is 0: a deterministic step has none (B34).
+    Returns: fp32 ``[b]``; the mean accumulates in fp64. nan where std is 0: a deterministic step has none (B34), and
+    leaves the gradients of the other rows alone.
     """
-    s = column(std, y)
+    s = column(torch.where(std > 0, std, 1), y)
     density = -((y.float() - mean) ** 2) / (2 * s**2) - s.log() - math.log(2 * math.pi) / 2
     return torch.where(std > 0, row_mean(density), torch.nan)
 

@@ -200,12 +200,13 @@ def test_b15_an_unknown_algorithm_or_role_is_refused(path: Path, text: str, comp
     assert complaint in refusal(path, text)
 
 
-def test_interpolations_stay_text(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_b15_interpolations_are_refused_and_not_resolved(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIGMAZERO_TEST", "resolved")
     text = "${oc.env:SIGMAZERO_TEST}"
-    assert load(path, RECIPE + f"output: {text}\n").output == text
-    assert load(path, RECIPE, f"output={text}").output == text
-    assert "seed is '${num_cycles}': input should be a valid integer" in refusal(path, RECIPE, "seed=${num_cycles}")
+    for message in (refusal(path, RECIPE + f"output: {text}\n"), refusal(path, RECIPE, f"output={text}")):
+        assert text in message
+        assert "no interpolation" in message
+    assert "seed is '${num_cycles}'" in refusal(path, RECIPE, "seed=${num_cycles}")
 
 
 @pytest.mark.parametrize("tag", ["apply:os.system [{call}]", "apply:subprocess.Popen [[{call}]]", "name:os.system"])
@@ -283,3 +284,14 @@ def test_reading_a_recipe_imports_no_torch(path: Path) -> None:
     code = f"import sys; from sigmazero.config import load_recipe; load_recipe({str(path)!r})"
     code += "; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("value", ["!!binary aGVsbG8=", "!!python/object/apply:pathlib.PosixPath [a]"])
+def test_b50_values_that_are_not_plain_yaml_are_refused(path: Path, value: str) -> None:
+    assert "output" in refusal(path, RECIPE + f"output: {value}\n")
+    assert "output" in refusal(path, RECIPE, f"output={value}")
+
+
+@pytest.mark.parametrize("value", ["${", "${seed}", "???"])
+def test_b15_interpolation_is_refused_in_an_override(path: Path, value: str) -> None:
+    assert "output" in refusal(path, RECIPE, f"output={value}")

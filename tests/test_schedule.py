@@ -192,3 +192,9 @@ def test_logit_normal_sigma() -> None:
     logit = torch.logit(sigma.double())
     close(logit, -0.5 + 1.5 * z.double(), rtol=1e-4, atol=1e-4)
     assert sigma.median().item() == pytest.approx(1 / (1 + math.exp(0.5)), abs=0.02)
+
+
+@pytest.mark.parametrize("num_steps", [0, -1, True, 4.0])
+def test_a_number_of_steps_that_is_none_is_refused_as_diffusers_too(num_steps: Any) -> None:
+    with pytest.raises(ValueError, match=f"num_steps is {num_steps!r}"):
+        schedule.diffusers_sd3_grid(num_steps)

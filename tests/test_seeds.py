@@ -128,3 +128,9 @@ def test_weight_init_puts_the_global_generator_back() -> None:
     with pytest.raises(RuntimeError, match="inside"):
         draw_and_fail()
     assert torch.equal(torch.randn(4), expected)
+
+
+def test_uniform_draws_keep_all_their_bits() -> None:
+    key, counter = np.array([7, 3], dtype=np.uint64), np.array([0, 8, 6, 5], dtype=np.uint64)
+    expected = np.random.Generator(np.random.Philox(key=key, counter=counter)).random()
+    assert seeds.uniform(7, "score_sigma", [5], 6, 8).item() == expected

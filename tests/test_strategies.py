@@ -179,3 +179,9 @@ def test_a_choice_that_cannot_be_made_is_refused(candidates: tuple[int, ...], co
 def test_steps_outside_the_schedule_are_refused_at_the_call(strategy: StepStrategy) -> None:
     with pytest.raises(ValueError, match="exceeds a schedule of 4 steps"):
         strategy(0, 4, 0)
+
+
+@pytest.mark.parametrize("samples_per_draw", [0, -1])
+def test_a_draw_for_no_sample_is_refused(samples_per_draw: int) -> None:
+    with pytest.raises(ValueError, match="samples_per_draw"):
+        stop_at_random_step(samples_per_draw)

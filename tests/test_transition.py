@@ -213,3 +213,12 @@ def test_variance_of_normal_data_under_cps() -> None:
 def test_an_unknown_kind_or_an_eta_out_of_range_is_refused(kind: str, eta: float, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         table_step(kind, eta, 1)
+
+
+def test_b34_a_step_without_noise_leaves_the_gradient_of_its_neighbour_finite() -> None:
+    factor = torch.tensor(1.0, requires_grad=True)
+    x = torch.ones(2, 3)
+    now, after, guard = torch.tensor([0.5, 0.5]), torch.tensor([0.0, 0.2]), torch.full((2,), 0.9)
+    mean, std = transition.moments("cps", 0.7, x, factor * x, now, after, guard)
+    (gradient,) = torch.autograd.grad(transition.log_prob(2 * x, mean, std)[1], factor)
+    assert gradient.isfinite()

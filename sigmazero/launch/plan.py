@@ -29,7 +29,7 @@ def describe(config: RunConfig) -> str:
     lines += [
         "",
         f"memory: base weights {base / MIB:.1f} MiB + roles {own / MIB:.1f} MiB + activations of one micro-batch "
-        f"{activations / MIB:.1f} MiB (measured) = {(base + own + activations) / MIB:.1f} MiB, the libraries not counted",
+        f"{activations / MIB:.1f} MiB (measured) = {(base + own + activations) / MIB:.1f} MiB, libraries not counted",
     ]
     return "\n".join(lines)
 

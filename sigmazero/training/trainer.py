@@ -104,8 +104,8 @@ class Trainer:
         limit = self.config.training.max_nonfinite
         if counters.skipped_in_a_row[phase.name] >= limit:
             raise ValueError(
-                f"phase {phase.name!r} met non-finite values {limit} times in a row, last in cycle {counters.cycle}; its "
-                "updates were skipped. Lower the learning rate of its roles, or raise training.max_nonfinite"
+                f"phase {phase.name!r} met non-finite values {limit} times in a row, last in cycle {counters.cycle}; "
+                "its updates were skipped. Lower the learning rate of its roles, or raise training.max_nonfinite"
             )
 
     def _micro_batch(self, phase: Phase) -> int:

@@ -32,7 +32,8 @@ def optimizer(weight: torch.Tensor, **settings: object) -> RoleOptimizer:
 def test_step_is_adamw_on_the_clipped_gradient() -> None:
     """Against torch's own optimizer fed the gradient scaled by hand: norm 5, clip 2.5."""
     weight, other = (torch.tensor([1.0, 2.0], requires_grad=True) for _ in range(2))
-    ours, theirs = optimizer(weight, clip=2.5, weight_decay=0.1), torch.optim.AdamW([other], lr=0.1, betas=(0.9, 0.99), weight_decay=0.1)  # fmt: skip
+    ours = optimizer(weight, clip=2.5, weight_decay=0.1)
+    theirs = torch.optim.AdamW([other], lr=0.1, betas=(0.9, 0.99), weight_decay=0.1)
     for _ in range(3):
         weight.grad, other.grad = torch.tensor([3.0, 4.0]), torch.tensor([1.5, 2.0])
         assert ours.gradient_norm().item() == pytest.approx(5.0)
