@@ -24,8 +24,8 @@ class ModelConfig(_Settings):
 
     family: Literal["glyph"] = "glyph"
     path: str = "shipped"
-    width: int = Field(128, ge=32, le=1024, multiple_of=32)  # of a random network; a file brings its own
-    num_layers: int = Field(4, ge=1, le=64)
+    width: int = Field(default=128, ge=32, le=1024, multiple_of=32)  # of a random network; a file brings its own
+    num_layers: int = Field(default=4, ge=1, le=64)
     activation_checkpointing: bool = False
     guidance_norm: Literal["family", "none", "layer_norm", "scalar"] = "family"
 
@@ -33,8 +33,8 @@ class ModelConfig(_Settings):
 class LoraConfig(_Settings):
     """Adapters over one frozen base. ``targets`` empty: the family's default."""
 
-    rank: int = Field(32, ge=1)
-    alpha: float = Field(32, gt=0)
+    rank: int = Field(default=32, ge=1)
+    alpha: float = Field(default=32, gt=0)
     targets: tuple[str, ...] = ()
 
 
@@ -50,16 +50,16 @@ class DataConfig(_Settings):
 
     prompts: str = "glyphs"
     pictures: Literal["glyphs"] = "glyphs"
-    batch_size: int = Field(32, ge=1)  # samples a cycle
+    batch_size: int = Field(default=32, ge=1)  # samples a cycle
 
 
 class SigmaConfig(_Settings):
     """A distribution of sigma: uniform draws, shifted once, clamped to [low, high] (math §6)."""
 
     distribution: Literal["discrete", "uniform"] = "discrete"
-    shift: float = Field(3.0, gt=0)
-    low: float = Field(0.02, ge=0, le=1)
-    high: float = Field(0.98, ge=0, le=1)
+    shift: float = Field(default=3.0, gt=0)
+    low: float = Field(default=0.02, ge=0, le=1)
+    high: float = Field(default=0.98, ge=0, le=1)
 
     @model_validator(mode="after")
     def _ordered(self) -> SigmaConfig:
@@ -72,34 +72,34 @@ class FlowMatchingConfig(_Settings):
     """Velocity regression on captioned pictures."""
 
     name: Literal["flow_matching"]
-    num_steps: int = Field(25, ge=1, le=1000)  # of evaluation
-    shift: float = Field(1.0, gt=0)  # of evaluation
-    guidance: float = Field(1.0, ge=0)  # of evaluation
+    num_steps: int = Field(default=25, ge=1, le=1000)  # of evaluation
+    shift: float = Field(default=1.0, gt=0)  # of evaluation
+    guidance: float = Field(default=1.0, ge=0)  # of evaluation
     logit_mean: float = 0.0  # train sigma = sigmoid(mean + std * z)
-    logit_std: float = Field(1.0, gt=0)
-    caption_dropout: float = Field(0.1, ge=0, lt=1)
-    ema_decay: float = Field(0.999, ge=0, lt=1)
+    logit_std: float = Field(default=1.0, gt=0)
+    caption_dropout: float = Field(default=0.1, ge=0, lt=1)
+    ema_decay: float = Field(default=0.999, ge=0, lt=1)
 
 
 class DMD2Config(_Settings):
     """Distribution matching distillation (arXiv 2405.14867)."""
 
     name: Literal["dmd2"]
-    num_steps: int = Field(2, ge=1, le=1000)  # of the student
-    shift: float = Field(3.0, gt=0)  # of the student's grid and of the teacher's
-    guidance: float = Field(2.0, ge=0)  # of the teacher
-    teacher_steps: int = Field(25, ge=1, le=1000)  # of the teacher in evaluation
+    num_steps: int = Field(default=2, ge=1, le=1000)  # of the student
+    shift: float = Field(default=3.0, gt=0)  # of the student's grid and of the teacher's
+    guidance: float = Field(default=2.0, ge=0)  # of the teacher
+    teacher_steps: int = Field(default=25, ge=1, le=1000)  # of the teacher in evaluation
     student_input: Literal["simulate", "data", "mixed"] = "simulate"
     transition: Literal["renoise", "euler"] = "renoise"
     step_strategy: str = "stop_at_random_step"
     exit_step: Literal["per_sample", "shared"] = "per_sample"
-    fake_updates: int = Field(5, ge=1)  # K: fake-score updates a student update
+    fake_updates: int = Field(default=5, ge=1)  # K: fake-score updates a student update
     score_sigma: SigmaConfig = SigmaConfig()
     fake_sigma: SigmaConfig = SigmaConfig(distribution="discrete", shift=1.0, low=0.0, high=1.0)
     normalizer: bool = True
-    ema_decay: float = Field(0.98, ge=0, lt=1)
-    gan_weight: float = Field(0.0, ge=0)
-    regression_weight: float = Field(0.0, ge=0)
+    ema_decay: float = Field(default=0.98, ge=0, lt=1)
+    gan_weight: float = Field(default=0.0, ge=0)
+    regression_weight: float = Field(default=0.0, ge=0)
 
     @model_validator(mode="after")
     def _built(self) -> DMD2Config:
@@ -117,14 +117,14 @@ AlgorithmConfig = Annotated[Union[FlowMatchingConfig, DMD2Config], Field(discrim
 class OptimizerConfig(_Settings):
     """AdamW of one role, with its learning-rate schedule in optimizer steps and its micro-batch in rows."""
 
-    lr: float = Field(1e-4, ge=0)
+    lr: float = Field(default=1e-4, ge=0)
     betas: tuple[float, float] = (0.9, 0.99)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    warmup_steps: int = Field(0, ge=0)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
     decay: Literal["constant", "linear", "cosine"] = "constant"  # to 0 at the last step of the run
-    clip: float = Field(1.0, gt=0)  # of the gradient's norm
-    micro_batch: int = Field(32, ge=1)
+    clip: float = Field(default=1.0, gt=0)  # of the gradient's norm
+    micro_batch: int = Field(default=32, ge=1)
 
     @model_validator(mode="after")
     def _betas(self) -> OptimizerConfig:
@@ -137,24 +137,24 @@ class TrainingConfig(_Settings):
     """Where and how the loop runs. ``threads`` 0: one a core."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: int = Field(0, ge=0, le=1024)
-    log_every: int = Field(10, ge=1)  # cycles
-    checkpoint_every: int = Field(200, ge=1)  # cycles
-    keep_checkpoints: int = Field(2, ge=1)
-    max_nonfinite: int = Field(5, ge=1)  # skipped updates in a row before the run stops
+    threads: int = Field(default=0, ge=0, le=1024)
+    log_every: int = Field(default=10, ge=1)  # cycles
+    checkpoint_every: int = Field(default=200, ge=1)  # cycles
+    keep_checkpoints: int = Field(default=2, ge=1)
+    max_nonfinite: int = Field(default=5, ge=1)  # skipped updates in a row before the run stops
     tensorboard: bool = True
 
 
 class EvaluateConfig(_Settings):
     """Fixed prompts and seeds. ``every`` 0: only at the end."""
 
-    every: int = Field(0, ge=0)  # cycles between refreshed pictures and scores of the trained roles
-    num_captions: int = Field(480, ge=8)  # the 240 held-out combinations twice
-    samples_per_caption: int = Field(2, ge=2)
-    num_reference: int = Field(3840, ge=256)  # real pictures that distances are measured to
-    bootstrap: int = Field(200, ge=20)
-    shift: float | None = Field(None, gt=0)  # of the student's grid in evaluation; null: the trained one
-    seed: int = Field(0, ge=0, lt=2**63)
+    every: int = Field(default=0, ge=0)  # cycles between refreshed pictures and scores of the trained roles
+    num_captions: int = Field(default=480, ge=8)  # the 240 held-out combinations twice
+    samples_per_caption: int = Field(default=2, ge=2)
+    num_reference: int = Field(default=3840, ge=256)  # real pictures that distances are measured to
+    bootstrap: int = Field(default=200, ge=20)
+    shift: float | None = Field(default=None, gt=0)  # of the student's grid in evaluation; null: the trained one
+    seed: int = Field(default=0, ge=0, lt=2**63)
 
 
 class RunConfig(_Settings):
@@ -162,8 +162,8 @@ class RunConfig(_Settings):
 
     output: str = ""
     overwrite: bool = False
-    seed: int = Field(0, ge=0, lt=2**63)
-    num_cycles: int = Field(1000, ge=1)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    num_cycles: int = Field(default=1000, ge=1)
     plugins: tuple[str, ...] = ()
     model: ModelConfig = ModelConfig()
     roles: RolesConfig = RolesConfig()

@@ -59,6 +59,10 @@ def diffusers_sd3_grid(num_steps: int, shift: float = 3.0) -> Tensor:
     return torch.cat([static_shift(u, shift), torch.zeros(1, dtype=torch.float64)]).float()
 
 
+def _numbers(values: Tensor) -> list[float]:
+    return values.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
 def _check_num_steps(num_steps: object) -> None:
     if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
         raise ValueError(f"num_steps is {num_steps!r}; it must be an integer of at least 1")
@@ -70,7 +74,7 @@ def check_sigmas(sigmas: Tensor) -> None:
     Raises:
         ValueError: says which of these fails, with the values (B06, B63).
     """
-    values = sigmas.tolist()
+    values = _numbers(sigmas)
     if sigmas.ndim != 1 or len(values) < 2:
         raise ValueError(f"a schedule is N+1 sigmas in one dimension with N at least 1; got shape {list(sigmas.shape)}")
     if sigmas.dtype != torch.float32:

@@ -8,7 +8,7 @@ so every device sees the same bits.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 import numpy as np
 import torch
@@ -68,7 +68,9 @@ def normal(
     """Standard normal noise, one independent draw a row: fp32 ``[len(samples), *shape]`` on the host."""
     ids = _ids(samples, cycles, steps)
     rows = [generator(seed, stream, *row).standard_normal(tuple(shape), dtype=np.float32) for row in ids]
-    return torch.from_numpy(np.stack(rows)) if rows else torch.empty((0, *shape))
+    if not rows:
+        return torch.empty((0, *shape))
+    return torch.from_numpy(np.stack(rows))  # pyright: ignore[reportUnknownMemberType]
 
 
 def uniform(
@@ -96,10 +98,10 @@ def integers(
 
 
 @contextlib.contextmanager
-def weight_init(seed: int, index: int = 0) -> Iterator[None]:
+def weight_init(seed: int, index: int = 0) -> Generator[None]:
     """Makes torch's own initializers a function of ``(seed, index)``; the global generator is put back afterwards."""
     state = torch.random.get_rng_state()
-    torch.random.manual_seed(int(generator(seed, "weight_init", index).integers(2**31)))
+    torch.random.manual_seed(int(generator(seed, "weight_init", index).integers(2**31)))  # pyright: ignore[reportUnknownMemberType]
     try:
         yield
     finally:

@@ -57,12 +57,29 @@ class Arm:
 class Algorithm(Protocol):
     """What the loop needs to know."""
 
-    roles: Mapping[str, RoleKind]
-    policy: str  # the role that samples the rollouts
-    uses_pictures: bool  # whether a cycle draws captioned pictures
-    phases: Sequence[Phase]
-    averages: Sequence[Average]
-    arms: Sequence[Arm]  # of evaluation; those of frozen roles are sampled once a run
+    @property
+    def roles(self) -> Mapping[str, RoleKind]: ...
+
+    @property
+    def policy(self) -> str:
+        """The role that samples the rollouts."""
+        ...
+
+    @property
+    def uses_pictures(self) -> bool:
+        """Whether a cycle draws captioned pictures."""
+        ...
+
+    @property
+    def phases(self) -> Sequence[Phase]: ...
+
+    @property
+    def averages(self) -> Sequence[Average]: ...
+
+    @property
+    def arms(self) -> Sequence[Arm]:
+        """What evaluation compares; the averaged student first of the trained ones."""
+        ...
 
     def requests(self, prompts: Sequence[Prompt], samples: range, cycle: int) -> list[RolloutRequest]:
         """The cycle's rollout, one request a prompt; none for algorithms that learn from pictures alone."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from sigmazero.records import Batch, Prompt, RolloutRequest, Trajectory, rows_of
 from sigmazero.schedule import add_noise, score_sigma, sigma_grid, x0_from_velocity
 from sigmazero.strategies import StepStrategy, checked_plan, stop_at_random_step
 
-TRANSITIONS = {"renoise": ("cps", 1.0), "euler": ("ode", 0.0)}
+TRANSITIONS: dict[str, tuple[Literal["cps", "ode"], float]] = {"renoise": ("cps", 1.0), "euler": ("ode", 0.0)}
 
 
 @dataclasses.dataclass(frozen=True)

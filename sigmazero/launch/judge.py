@@ -61,13 +61,12 @@ class Judge:
         self._write(0)
 
     def refresh(self, cycle: int) -> dict[str, float]:
-        """Pictures and quick scores of the averaged student, for the metrics log and the report."""
+        """Pictures and quick scores of the averaged student, for the metrics log."""
         arm = self._moving[0]
         count = min(NUM_REFRESHED, self._config.evaluate.num_captions)
         pictures = quantized(self._evaluator.sample(arm, self._engine, self._decode, count))
         self._show(self._folder.evaluation / "history" / f"{cycle:08d}.png", pictures)
         scores = self._evaluator.score(pictures.float() / 255)
-        write_report(self._folder.path)
         return {f"evaluate/{arm.name}/{name}": metric.mean for name, metric in scores.items()}
 
     def score_moving(self, cycle: int) -> None:

@@ -139,10 +139,13 @@ def _watch(
     def after_cycle(cycle: int, metrics: dict[str, float]) -> None:
         log.add(metrics)
         progress.update(cycle, metrics)
-        if due(built.config.evaluate.every, cycle):
+        refreshed = due(built.config.evaluate.every, cycle)
+        if refreshed:
             log.add(judge.refresh(cycle))
-        if due(settings.log_every, cycle) or due(settings.checkpoint_every, cycle):
+        if refreshed or due(settings.log_every, cycle) or due(settings.checkpoint_every, cycle):
             log.write(cycle)
+        if refreshed:
+            write_report(folder.path)
         if due(settings.checkpoint_every, cycle):
             checkpoint.save(folder.checkpoints, cycle, trainer.tensors(), trainer.numbers(), settings.keep_checkpoints)
 

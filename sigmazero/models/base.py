@@ -14,11 +14,28 @@ from sigmazero.records import Conditioning
 class FlowModel(Protocol):
     """One family. Its network is seen through velocity alone (math §1)."""
 
-    family: str
-    net: nn.Module  # the base network, as loaded
-    latent_shape: tuple[int, ...]  # of one sample
-    guidance_norm: str  # none, layer_norm, scalar
-    lora_targets: tuple[str, ...]  # names of the linear layers that an adapter covers by default
+    @property
+    def family(self) -> str: ...
+
+    @property
+    def net(self) -> nn.Module:
+        """The base network, as loaded."""
+        ...
+
+    @property
+    def latent_shape(self) -> tuple[int, ...]:
+        """Of one sample."""
+        ...
+
+    @property
+    def guidance_norm(self) -> str:
+        """``none``, ``layer_norm`` or ``scalar``."""
+        ...
+
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        """Names of the linear layers that an adapter covers by default."""
+        ...
 
     def encode(self, prompts: Sequence[str]) -> Conditioning:
         """Conditions of prompts, a row each; the empty prompt is the negative one of guidance."""

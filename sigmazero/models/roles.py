@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -96,7 +96,7 @@ class Roles:
         return sum(p.numel() for p in self._storage.net(next(iter(self.kinds))).parameters())
 
     @contextlib.contextmanager
-    def selected(self, role: str) -> Iterator[None]:
+    def selected(self, role: str) -> Generator[None]:
         """Makes a role the one that the network computes; the former one is back afterwards, also after an error."""
         before, self._current = self._current, role
         with self._storage.selected(role):
@@ -191,7 +191,7 @@ class _Adapters:
         return dict(self._own.get(role, {}))
 
     @contextlib.contextmanager
-    def selected(self, role: str) -> Iterator[None]:
+    def selected(self, role: str) -> Generator[None]:
         before = self._layers[0]._active_adapter
         self._select([role] if role in self._own else [])
         try:

@@ -90,12 +90,6 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _chunked(path)
-
-
-def _chunked(path: Path) -> str:
-    """``hashlib.file_digest`` for Python 3.10."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):

@@ -205,8 +205,8 @@ def test_lora_delta_has_the_scale_alpha_over_rank(weights: Path) -> None:
     for alpha in (4.0, 8.0):
         roles = make(weights, LoraConfig(rank=4, alpha=alpha))
         layer = next(m for m in roles.model.net.modules() if isinstance(m, Linear))
-        x = seeds.normal(0, "train_noise", range(3), (layer.in_features,))
-        a, b = layer.lora_A["student"].weight, layer.lora_B["student"].weight
+        a, b = (next(factor["student"].parameters()) for factor in (layer.lora_A, layer.lora_B))
+        x = seeds.normal(0, "train_noise", range(3), (a.shape[1],))
         with torch.no_grad(), roles.selected("student"):
             delta = layer(x) - layer.base_layer(x)
         torch.testing.assert_close(delta, x @ a.T @ b.T * (alpha / 4), rtol=1e-4, atol=1e-4)
