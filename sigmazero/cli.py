@@ -31,7 +31,11 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
     config = load_recipe(recipe, overrides or [])
     from sigmazero.launch.local import train as run
 
-    folder = run(config)
+    try:
+        folder = run(config)
+    except KeyboardInterrupt:
+        print("stopped; the same command without overwrite=true goes on from the newest checkpoint", file=sys.stderr)
+        raise typer.Exit(130) from None
     print(f"finished: report in {folder / 'report.html'}, scores in {folder / 'scores.json'}")
 
 
@@ -80,6 +84,3 @@ def main() -> None:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on from the newest checkpoint", file=sys.stderr)
-        sys.exit(130)

@@ -7,7 +7,8 @@ Every arm samples the same captions from the same noise. All metrics are those o
 - ``diversity``: mean distance in reader features between pictures of one caption.
 - ``drift``: mean absolute difference to real pictures of channel means, channel deviations and saturation, in [0, 1].
 
-Intervals are 95 % bootstraps over captions; that of ``fd_feat`` is centred, because resampling raises the distance.
+Intervals are 95 % bootstraps over captions; those of ``fd_feat`` and ``drift`` are centred, because resampling raises a
+distance.
 """
 
 from __future__ import annotations
@@ -93,14 +94,14 @@ class Evaluator:
         look = _look(pictures)
         picks = [self._resample(num, i) for i in range(self.config.bootstrap)]
         rows = [torch.arange(num * each).reshape(num, each)[pick].flatten() for pick in picks]
-        distance = frechet_distance(features, self._reference)
-        distances = [frechet_distance(features[row], self._reference) for row in rows]
-        centre = float(np.mean(distances))
         return {
             "read_accuracy": _metric(right.mean().item(), [right[row].mean().item() for row in rows]),
-            "fd_feat": _metric(distance, [max(0.0, distance + d - centre) for d in distances]),
+            "fd_feat": _distance(
+                frechet_distance(features, self._reference),
+                [frechet_distance(features[row], self._reference) for row in rows],
+            ),
             "diversity": _metric(spread.mean().item(), [spread[pick].mean().item() for pick in picks]),
-            "drift": _metric(self._drift(look), [self._drift(look[row]) for row in rows]),
+            "drift": _distance(self._drift(look), [self._drift(look[row]) for row in rows]),
         }
 
     def _resample(self, num: int, i: int) -> Tensor:
@@ -126,10 +127,10 @@ def frechet_distance(a: Tensor, b: Tensor) -> float:
 
 def scores_table(scores: Mapping[str, Mapping[str, Metric]]) -> str:
     """Arms down, metrics across, each with its interval, as text."""
-    lines = [f"{'':14}" + "".join(f"{name:>26}" for name in METRICS)]
+    lines = [f"{'':14}" + "".join(f"{name:>30}" for name in METRICS)]
     for arm, metrics in scores.items():
         cells = [f"{m.mean:.3f} [{m.low:.3f}, {m.high:.3f}]" for m in (metrics[name] for name in METRICS)]
-        lines.append(f"{arm:14}" + "".join(f"{cell:>26}" for cell in cells))
+        lines.append(f"{arm:14}" + "".join(f"{cell:>30}" for cell in cells))
     return "\n".join(lines)
 
 
@@ -138,6 +139,12 @@ def _look(pictures: Tensor) -> Tensor:
     flat = pictures.flatten(2)
     saturation = (flat.amax(1) - flat.amin(1)).mean(1, keepdim=True)
     return torch.cat([flat.mean(2), flat.std(2), saturation], 1).double()
+
+
+def _distance(value: float, draws: Sequence[float]) -> Metric:
+    """The interval of something that resampling raises: the draws are moved to have the estimate as their mean."""
+    centre = float(np.mean(draws))
+    return _metric(value, [max(0.0, value + draw - centre) for draw in draws])
 
 
 def _metric(value: float, draws: Sequence[float]) -> Metric:

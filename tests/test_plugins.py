@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -100,3 +101,27 @@ def test_b50_a_missing_file_or_package_is_named(tmp_path: Path) -> None:
     assert f"{tmp_path / 'nowhere.py'} does not exist" in refusal(missing, missing)
     assert "'no_such_package_at_all.x'" in refusal("no_such_package_at_all.x:f", "no_such_package_at_all.x:f")
     assert "no_such_package_at_all" not in sys.modules
+
+
+def test_b50_a_plugin_may_define_a_dataclass(tmp_path: Path) -> None:
+    file = tmp_path / "with_dataclass.py"
+    file.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass S:\n    a: int\ndef plan(s, n, seed):\n    return None, (0, 1), S(0).a\n"
+    )
+    assert load_plugin(f"{file}:plan", [f"{file}:plan"])(0, 2, 0) == (None, (0, 1), 0)
+
+
+@pytest.mark.parametrize("body", ["1 / 0", "raise SystemExit(0)", "raise ValueError('two\\nlines')"])
+def test_b50_whatever_a_plugin_raises_is_one_line(tmp_path: Path, body: str) -> None:
+    file = tmp_path / "raises.py"
+    file.write_text(body + "\n")
+    with pytest.raises(ValueError, match=r"raises\.py failed to load") as caught:
+        load_plugin(f"{file}:plan", [f"{file}:plan"])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [".x:plan", ":plan", f"{os.__file__}:popen"])
+def test_b50_relative_empty_and_standard_names_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="plugin"):
+        load_plugin(name, [name])

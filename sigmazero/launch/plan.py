@@ -24,7 +24,7 @@ def describe(config: RunConfig) -> str:
     lines = [json.dumps(config.model_dump(mode="json"), indent=2), "", _header()]
     lines += [_row(built, role) for role in built.roles.kinds]
     own = sum(_bytes(built, role) for role in built.roles.kinds)
-    base = 4 * built.roles.num_base_parameters()
+    base = 4 * built.roles.num_base_parameters
     activations = max(_activation_bytes(built, role) for role in built.trainer.optimizers)
     lines += [
         "",

@@ -60,6 +60,7 @@ class Roles:
         self._guidance_norm = model.guidance_norm if guidance_norm == "family" else guidance_norm
         self._negative = model.encode([""])
         model.net.eval().requires_grad_(False)
+        self.num_base_parameters = sum(p.numel() for p in model.net.parameters())  # without adapters
         self._storage: _Storage = _Adapters(model, kinds, lora, seed) if lora else _Copies(model.net, kinds)
         for role, kind in kinds.items():
             for parameter in self._storage.own(role).values():
@@ -91,9 +92,6 @@ class Roles:
     def parameters(self, role: str) -> dict[str, Tensor]:
         """What a role owns, by name: its copy's parameters or its adapter's. Frozen roles own nothing of their own."""
         return self._storage.own(role)
-
-    def num_base_parameters(self) -> int:
-        return sum(p.numel() for p in self._storage.net(next(iter(self.kinds))).parameters())
 
     @contextlib.contextmanager
     def selected(self, role: str) -> Generator[None]:

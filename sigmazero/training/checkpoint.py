@@ -41,7 +41,7 @@ def save(folder: Path, cycle: int, tensors: Mapping[str, Tensor], numbers: Mappi
     save_file(
         {name: value.detach().cpu().contiguous() for name, value in tensors.items()}, aside / "tensors.safetensors"
     )
-    description = {"schema": SCHEMA, "sha256": _digest(aside / "tensors.safetensors"), "numbers": numbers}
+    description = {"schema": SCHEMA, "sha256": _digest(aside / "tensors.safetensors", numbers), "numbers": numbers}
     (aside / "state.json").write_text(json.dumps(description, indent=1))
     for path in (*aside.iterdir(), aside):
         _sync(path)
@@ -77,8 +77,8 @@ def load(path: Path) -> Checkpoint:
         description = json.loads((path / "state.json").read_text())
         if description["schema"] != SCHEMA:
             raise ValueError(f"checkpoint {path} has schema {description['schema']}, this version reads {SCHEMA}")
-        if _digest(path / "tensors.safetensors") != description["sha256"]:
-            raise ValueError(f"checkpoint {path} is damaged: tensors.safetensors is not what was written")
+        if _digest(path / "tensors.safetensors", description["numbers"]) != description["sha256"]:
+            raise ValueError(f"checkpoint {path} is damaged: its tensors or numbers are not what was written")
         return Checkpoint(load_file(path / "tensors.safetensors"), description["numbers"], path)
     except (OSError, KeyError, TypeError, json.JSONDecodeError, SafetensorError) as error:
         raise ValueError(f"checkpoint {path} cannot be read: {error}") from None
@@ -89,8 +89,9 @@ def _folders(folder: Path) -> list[Path]:
     return sorted(p for p in folder.glob("cycle-*") if _NAME.fullmatch(p.name)) if folder.is_dir() else []
 
 
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
+def _digest(path: Path, numbers: Mapping[str, Any]) -> str:
+    """Of the tensors' file and the numbers."""
+    digest = hashlib.sha256(json.dumps(numbers, sort_keys=True).encode())
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):
             digest.update(chunk)

@@ -15,7 +15,8 @@ from typing import Any
 from sigmazero.config import RunConfig, parse
 
 _LOCK = ".lock"
-_WRITTEN = ("checkpoints", "evaluation", "tensorboard", "metrics.jsonl", "scores.json", "report.html", "run.json")
+_DESCRIPTION = "run.json"
+_WRITTEN = ("checkpoints", "evaluation", "tensorboard", "metrics.jsonl", "scores.json", "report.html")
 _PACKAGES = ("sigmazero", "torch", "diffusers", "transformers", "peft", "numpy", "safetensors")
 
 
@@ -61,17 +62,16 @@ class RunFolder:
             ValueError: the folder holds a finished or different run (the differences are named) and ``overwrite`` is
                 false, or it holds something that is no run.
         """
-        described = read_description(self.path)
-        others = [p for p in self.path.iterdir() if p.name != _LOCK]
-        if described is None and others:
-            raise ValueError(f"output: {self.path} holds files but no run ({others[0].name}); set another output")
-        if described is not None:
-            if config.overwrite:
-                self._clear()
-            else:
-                _check_same(self.path, described, config)
-        if read_description(self.path) is None:
+        others = [p for p in self.path.iterdir() if p.name != _LOCK and p.suffix != ".writing"]
+        if not others:
             self.describe(config, finished=False)
+        elif not (self.path / _DESCRIPTION).is_file():
+            raise ValueError(f"output: {self.path} holds files but no run ({others[0].name}); set another output")
+        elif config.overwrite:
+            self._clear()
+            self.describe(config, finished=False)
+        else:
+            _check_same(self.path, read_description(self.path), config)
 
     def describe(self, config: RunConfig, *, finished: bool) -> None:
         values = {
@@ -80,10 +80,10 @@ class RunFolder:
             "python": platform.python_version(),
             "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
         }
-        write_json(self.path / "run.json", values)
+        write_json(self.path / _DESCRIPTION, values)
 
     def _clear(self) -> None:
-        """Removes what a run writes, and nothing else that lies here; the description last, so a kill leaves a run."""
+        """Removes what a run writes and nothing else; the description stays until it is replaced."""
         for name in _WRITTEN:
             path = self.path / name
             if path.is_dir() and not path.is_symlink():
@@ -98,13 +98,16 @@ def read_description(folder: Path) -> dict[str, Any] | None:
     Raises:
         ValueError: the file is there but cannot be read.
     """
-    path = folder / "run.json"
+    path = folder / _DESCRIPTION
     if not path.is_file():
         return None
     try:
-        return json.loads(path.read_text())
-    except (json.JSONDecodeError, OSError) as error:
+        values = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
         raise ValueError(f"{path} cannot be read ({error}); set overwrite=true to start over") from None
+    if not isinstance(values, dict) or not isinstance(values.get("config"), dict) or "finished" not in values:
+        raise ValueError(f"{path} describes no run; set overwrite=true to start over")
+    return values
 
 
 def read_config(folder: str | Path) -> RunConfig:
@@ -126,7 +129,8 @@ def write_json(path: Path, values: Any) -> None:
     os.replace(aside, path)
 
 
-def _check_same(path: Path, described: Mapping[str, Any], config: RunConfig) -> None:
+def _check_same(path: Path, described: Mapping[str, Any] | None, config: RunConfig) -> None:
+    assert described is not None
     differences = list(_differences(parse(described["config"]).identity(), config.identity()))
     if differences:
         raise ValueError(

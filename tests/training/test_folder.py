@@ -1,0 +1,52 @@
+"""A run folder is never lost to a kill, never overwritten by accident."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from sigmazero.training.folder import RunFolder, read_config, read_description
+from tests.conftest import MakeRun
+
+
+def test_b24_killed_while_the_first_description_is_written(dmd2: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = dmd2()
+
+    def kill(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, RunFolder(config.output) as folder:
+        patch.setattr(os, "replace", kill)
+        with pytest.raises(KeyboardInterrupt):
+            folder.open(config)
+    with RunFolder(config.output) as folder:
+        folder.open(config)
+    assert read_config(config.output) == config
+
+
+def test_b24_killed_while_an_old_run_is_cleared_leaves_a_run(dmd2: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = dmd2({"overwrite": True})
+    with RunFolder(config.output) as folder:
+        folder.open(config)
+        (folder.path / "samples").mkdir()
+        with monkeypatch.context() as patch:
+            patch.setattr(RunFolder, "describe", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                folder.open(config)
+        folder.open(config)
+        assert (folder.path / "samples").is_dir()
+
+
+@pytest.mark.parametrize("text", ['{"fin', "{}", "[]", '{"config": 3, "finished": true}'])
+def test_a_damaged_description_is_one_line_and_overwrite_starts_over(dmd2: MakeRun, text: str) -> None:
+    config = dmd2()
+    path = Path(config.output) / "run.json"
+    path.parent.mkdir()
+    path.write_text(text)
+    with RunFolder(config.output) as folder:
+        with pytest.raises(ValueError, match="set overwrite=true to start over"):
+            folder.open(config)
+        folder.open(dmd2({"overwrite": True}))
+    assert (read_description(path.parent) or {})["finished"] is False
