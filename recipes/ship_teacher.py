@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from sigmazero.launch.local import build, restore_newest
+from sigmazero.launch.local import build
+from sigmazero.launch.reopen import restore
 from sigmazero.models import glyph
 from sigmazero.training.folder import RunFolder, read_config
 
@@ -21,12 +22,11 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     args = parser.parse_args()
     built = build(read_config(args.run))
-    restore_newest(built, RunFolder(args.run))
+    done = restore(built, RunFolder(args.run))
     model = built.roles.model
     assert isinstance(model, glyph.GlyphModel)
     weights = {**model.net.state_dict(), **built.roles.parameters("student_ema")}
     glyph.save(args.output, model, weights, torch.float16)
-    done = built.trainer.counters.cycle
     print(f"{args.output}: averaged weights after {done} cycles, {args.output.stat().st_size / 2**20:.1f} MiB")
 
 

@@ -3,7 +3,8 @@
 Every arm samples the same captions from the same noise. All metrics are those of the shipped reader (``reader.py``):
 
 - ``read_accuracy``: share of pictures in which everything that the caption names (number, ink, paper) is read.
-- ``fd_feat``: Frechet distance of reader features to those of fresh real pictures; real pictures give the floor.
+- ``fd_feat``: Frechet distance of reader features to those of fresh real pictures. Real pictures give the floor: the mean
+  over several draws of them, with the lowest and highest draw as its interval.
 - ``diversity``: mean distance in reader features between pictures of one caption.
 - ``drift``: mean absolute difference to real pictures of channel means, channel deviations and saturation, in [0, 1].
 
@@ -29,6 +30,7 @@ from sigmazero.records import Prompt, RolloutRequest
 from sigmazero.schedule import sigma_grid
 from sigmazero.strategies import ode_and_return_last
 
+FLOOR_DRAWS = 8
 METRICS = ("read_accuracy", "fd_feat", "diversity", "drift")
 _CYCLE = 2**40  # the cycle id of evaluation's draws: no training cycle reaches it
 _FIRST_PICTURE = 2**40  # likewise for the pictures that are drawn for it
@@ -64,10 +66,17 @@ class Evaluator:
         self._reference = self._features(pictures)
         self._reference_look = _look(pictures)
 
-    def real(self) -> Tensor:
+    def real(self, draw: int = 0) -> Tensor:
         """Real pictures of the captions, what they leave open drawn freely: fp32 ``[n, 3, 16, 16]`` in [0, 1]."""
-        indices = range(_FIRST_PICTURE, _FIRST_PICTURE + len(self.captions))
-        return glyphs.pictures_of(self.captions, indices, self.config.seed)
+        first = (draw + 1) * _FIRST_PICTURE
+        return glyphs.pictures_of(self.captions, range(first, first + len(self.captions)), self.config.seed)
+
+    def score_real(self, pictures: Tensor) -> dict[str, Metric]:
+        """The metrics of ``real()``, its ``fd_feat`` over ``FLOOR_DRAWS`` draws."""
+        others = [self._features(self.real(draw)) for draw in range(1, FLOOR_DRAWS)]
+        distances = [frechet_distance(f, self._reference) for f in (self._features(pictures), *others)]
+        floor = Metric(float(np.mean(distances)), min(distances), max(distances))
+        return {**self.score(pictures), "fd_feat": floor}
 
     def sample(self, arm: Arm, engine: Engine, decode: Decode, num_captions: int | None = None) -> Tensor:
         """An arm's pictures of the first ``num_captions`` captions (all by default), as ``real`` gives them."""

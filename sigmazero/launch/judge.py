@@ -53,7 +53,9 @@ class Judge:
         self._folder.evaluation.mkdir(exist_ok=True)
         write_json(self._folder.evaluation / "captions.json", captions[:NUM_SHOWN])
         with CycleProgress("evaluating", 0, 1 + len(self._fixed)) as progress:
-            self._score("real", quantized(self._evaluator.real()))
+            real = quantized(self._evaluator.real())
+            self._show(self._folder.evaluation / "real.png", real)
+            self.scores["real"] = self._evaluator.score_real(real.float() / 255)
             progress.update(1)
             for done, arm in enumerate(self._fixed, 2):
                 self._score(arm.name, self._kept(arm))

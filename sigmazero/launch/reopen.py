@@ -32,7 +32,7 @@ def evaluate_run(path: Path) -> str:
     config = read_config(path)
     with RunFolder(path) as folder:
         built = build(config)
-        cycle = _restore(built, folder)
+        cycle = restore(built, folder)
         judge = Judge(config, built.algorithm, built.roles, built.engine, folder, fresh=True)
         judge.score_fixed()
         judge.score_moving(cycle)
@@ -55,7 +55,7 @@ def sample_run(
         ValueError: it is no run folder, has no checkpoint, the role is unknown, or the family cannot read a prompt.
     """
     built = build(read_config(path))
-    cycle = _restore(built, RunFolder(path))
+    cycle = restore(built, RunFolder(path))
     arm = _arm(built, role, num_steps, guidance)
     texts = list(prompts) or list(DEFAULT_PROMPTS)
     requests = [_request(arm, Prompt(i, text), seed + j) for i, text in enumerate(texts) for j in range(count)]
@@ -73,8 +73,12 @@ def sample_run(
     return folder / "sheet.png"
 
 
-def _restore(built: Built, folder: RunFolder) -> int:
-    """Loads the newest checkpoint; returns its cycle."""
+def restore(built: Built, folder: RunFolder) -> int:
+    """Loads the newest checkpoint; returns its cycle.
+
+    Raises:
+        ValueError: there is none that can be read.
+    """
     found, refused = checkpoint.load_newest(folder.checkpoints)
     if found is None:
         raise ValueError(f"{folder.path} has no checkpoint that can be read yet" + "".join(f"; {r}" for r in refused))
