@@ -17,7 +17,7 @@ from typing import Any
 
 
 def load_plugin(name: str, allowed: Sequence[str]) -> Callable[..., Any]:
-    """The function that ``file.py:function`` or ``package.module:function`` names.
+    """The function that ``file.py:function``, ``package.module:function`` or ``package.module.function`` names.
 
     Raises:
         ValueError: it is not listed under ``plugins``, there is no such file, module or function, or it names
@@ -25,8 +25,8 @@ def load_plugin(name: str, allowed: Sequence[str]) -> Callable[..., Any]:
     """
     if name not in allowed:
         raise ValueError(f"{name!r} is neither a known name nor listed under plugins; add it to plugins: [{name}]")
-    where, _, function = name.rpartition(":")
-    if not where or not function.isidentifier():
+    where, _, function = name.rpartition(":" if ":" in name else ".")
+    if not where or where.endswith(":") or not function.isidentifier() or (":" not in name and function == "py"):
         raise ValueError(f"plugin {name!r} is not of the form file.py:function or package.module:function")
     module = _from_file(Path(where)) if where.endswith(".py") else _from_package(where)
     found = getattr(module, function, None)

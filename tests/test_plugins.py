@@ -125,3 +125,12 @@ def test_b50_whatever_a_plugin_raises_is_one_line(tmp_path: Path, body: str) -> 
 def test_b50_relative_empty_and_standard_names_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="plugin"):
         load_plugin(name, [name])
+
+
+def test_a_dotted_name_without_a_colon_is_the_same_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_own_strategies.py").write_text(GOOD)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = ["my_own_strategies:plan", "my_own_strategies.plan"]
+    assert load_plugin(names[0], names) is load_plugin(names[1], names)
+    with pytest.raises(ValueError, match="not of the form"):
+        load_plugin("my_own_strategies.py", ["my_own_strategies.py"])
