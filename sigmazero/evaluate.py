@@ -3,8 +3,8 @@
 Every arm samples the same captions from the same noise. All metrics are those of the shipped reader (``reader.py``):
 
 - ``read_accuracy``: share of pictures in which everything that the caption names (number, ink, paper) is read.
-- ``fd_feat``: Frechet distance of reader features to those of fresh real pictures. Real pictures give the floor: the mean
-  over several draws of them, with the lowest and highest draw as its interval.
+- ``fd_feat``: Frechet distance of reader features to those of fresh real pictures. Real pictures give the floor: the
+  mean over several draws of them, with the lowest and highest draw as its interval.
 - ``diversity``: mean distance in reader features between pictures of one caption.
 - ``drift``: mean absolute difference to real pictures of channel means, channel deviations and saturation, in [0, 1].
 
