@@ -102,6 +102,8 @@ def train(config: RunConfig) -> Path:
         judge = Judge(config, built.algorithm, built.roles, built.engine, folder)
         judge.score_fixed()
         start = built.trainer.counters.cycle
+        if start == 0 and config.evaluate.every:
+            judge.refresh(0)  # the first row of the report's pictures over training
         with (
             MetricsLog(folder.path, start, config.training.tensorboard) as log,
             CycleProgress("training", start, config.num_cycles) as progress,
