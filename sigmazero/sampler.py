@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sigmazero import seeds, transition
-from sigmazero.records import Conditioning, RolloutRequest, Trajectory
+from sigmazero.records import Conditioning, RolloutRequest, StepPlan, Trajectory
 from sigmazero.schedule import check_sigmas, column, stack_sigmas, truncate
 from sigmazero.strategies import checked_plan
 
@@ -71,48 +71,24 @@ def rollout(
     Raises:
         ValueError: the requests do not share a key, a schedule or a plan is invalid.
     """
-    if len({batch_key(r) for r in requests}) > 1:
-        raise ValueError(f"these requests cannot share a batch: {sorted({str(batch_key(r)) for r in requests})}")
-    for r in requests:
-        check_sigmas(r.sigmas)
+    plans = _checked(requests)
     num_steps = len(requests[0].sigmas) - 1
-    plans = [checked_plan(r.plan, num_steps) for r in requests]
-    last = [num_steps - 1 if p.stop is None else p.stop for p in plans]
-    sigmas = stack_sigmas(
-        [r.sigmas if p.stop is None else _stopped(r.sigmas, p.stop) for r, p in zip(requests, plans, strict=True)]
-    )
-    guard = torch.stack([r.sigmas[1] for r in requests])
-    kind, eta, velocity = requests[0].kind, requests[0].eta, padded(velocity)
-
-    noise = torch.cat([_noise("initial_noise", [r], latent_shape, 0) for r in requests])
+    last = [num_steps - 1 if plan.stop is None else plan.stop for plan in plans]
+    sigmas = stack_sigmas([_stopped(r.sigmas, stop) for r, stop in zip(requests, last, strict=True)])
+    velocity = padded(velocity)
+    noise = _noise("initial_noise", requests, latent_shape, 0)
     x = (noise * column(sigmas[:, 0], noise)).to(device, dtype)
-    rows = [_Row({0: x[b]}) for b in range(len(requests))]
+    rows = [_Row({0: latent}) for latent in x]
     live = list(range(len(requests)))
     for i in range(max(last) + 1):
         stay = [j for j, b in enumerate(live) if last[b] >= i]
         if len(stay) < len(live):
             x, live = x[stay], [live[j] for j in stay]
-        sigma, sigma_next = sigmas[live, i].to(device), sigmas[live, i + 1].to(device)
-        v = velocity(x, sigma, condition.take(live))
-        x_next = torch.empty_like(x)
-        for stochastic in (True, False):
-            part = [j for j, b in enumerate(live) if _is_stochastic(plans[b].sde, plans[b].stop, i) == stochastic]
-            if not part:
-                continue
-            mean, std = transition.moments(
-                kind if stochastic else "ode", eta, x[part], v[part], sigma[part], sigma_next[part],
-                guard[live][part].to(device),
-            )  # fmt: skip
-            drawn = None
-            if stochastic and eta > 0 and kind != "ode":
-                drawn = _noise("step_noise", [requests[live[j]] for j in part], latent_shape, i).to(device)
-            y = transition.step(mean, std, drawn, dtype)
-            x_next = x_next.index_copy(0, torch.tensor(part, device=x.device), y)
-            for j, score in zip(part, transition.log_prob(y, mean, std), strict=True):
-                rows[live[j]].log_prob.append(score)
-        x = x_next
-        for j, b in enumerate(live):
-            rows[b].latents[i + 1] = x[j]
+        v = velocity(x, sigmas[live, i].to(device), condition.take(live))
+        x, scores = _advance(i, x, v, sigmas[live], [requests[b] for b in live], [plans[b] for b in live])
+        for b, latent, score in zip(live, x, scores, strict=True):
+            rows[b].latents[i + 1] = latent
+            rows[b].log_prob.append(score)
     return [
         Trajectory(
             request=r,
@@ -126,14 +102,47 @@ def rollout(
     ]
 
 
-def _stopped(sigmas: Tensor, stop: int) -> Tensor:
-    """The truncated schedule, filled with zeros to the length of the full one."""
-    short = truncate(sigmas, stop)
+def _checked(requests: Sequence[RolloutRequest]) -> list[StepPlan]:
+    """The plans of requests that can share a batch."""
+    if len({batch_key(r) for r in requests}) > 1:
+        raise ValueError(f"these requests cannot share a batch: {sorted({str(batch_key(r)) for r in requests})}")
+    for r in requests:
+        check_sigmas(r.sigmas)
+    return [checked_plan(r.plan, len(r.sigmas) - 1) for r in requests]
+
+
+def _advance(
+    i: int, x: Tensor, v: Tensor, sigmas: Tensor, requests: Sequence[RolloutRequest], plans: Sequence[StepPlan]
+) -> tuple[Tensor, Tensor]:
+    """Step ``i`` of every row, stochastic where its plan says so: the stored latents and their log-probs ``[b]``."""
+    device, kind, eta = x.device, requests[0].kind, requests[0].eta
+    guard = torch.stack([r.sigmas[1] for r in requests]).to(device)
+    now, after = sigmas[:, i].to(device), sigmas[:, i + 1].to(device)
+    x_next, scores = torch.empty_like(x), torch.empty(len(x), device=device)
+    for stochastic in (True, False):
+        part = [j for j, plan in enumerate(plans) if _is_stochastic(plan, i) == stochastic]
+        if not part:
+            continue
+        step_kind = kind if stochastic else "ode"
+        mean, std = transition.moments(step_kind, eta, x[part], v[part], now[part], after[part], guard[part])
+        noise = None
+        if step_kind != "ode" and eta > 0:
+            noise = _noise("step_noise", [requests[j] for j in part], x.shape[1:], i).to(device)
+        y = transition.step(mean, std, noise, x.dtype)
+        at = torch.tensor(part, device=device)
+        x_next = x_next.index_copy(0, at, y)
+        scores = scores.index_copy(0, at, transition.log_prob(y, mean, std))
+    return x_next, scores
+
+
+def _stopped(sigmas: Tensor, last: int) -> Tensor:
+    """The schedule up to its last step, which jumps to sigma 0, filled with zeros to the full length."""
+    short = truncate(sigmas, last)
     return torch.cat([short, torch.zeros(len(sigmas) - len(short))])
 
 
-def _is_stochastic(sde: tuple[int, ...] | None, stop: int | None, i: int) -> bool:
-    return i != stop and (sde is None or i in sde)
+def _is_stochastic(plan: StepPlan, i: int) -> bool:
+    return i != plan.stop and (plan.sde is None or i in plan.sde)
 
 
 def _noise(stream: str, requests: Sequence[RolloutRequest], shape: Sequence[int], i: int) -> Tensor:
