@@ -24,7 +24,7 @@ from torch import Tensor
 from sigmazero import glyphs, seeds
 from sigmazero.algorithms.base import Arm
 from sigmazero.config import EvaluateConfig
-from sigmazero.engines.base import Engine
+from sigmazero.engines.base import Engine, generate_in_parts
 from sigmazero.reader import Reader, agrees
 from sigmazero.records import Prompt, RolloutRequest
 from sigmazero.schedule import sigma_grid
@@ -78,8 +78,18 @@ class Evaluator:
         floor = Metric(float(np.mean(distances)), min(distances), max(distances))
         return {**self.score(pictures), "fd_feat": floor}
 
-    def sample(self, arm: Arm, engine: Engine, decode: Decode, num_captions: int | None = None) -> Tensor:
-        """An arm's pictures of the first ``num_captions`` captions (all by default), as ``real`` gives them."""
+    def sample(
+        self,
+        arm: Arm,
+        engine: Engine,
+        decode: Decode,
+        num_captions: int | None = None,
+        after: Callable[[int], None] = lambda done: None,
+    ) -> Tensor:
+        """An arm's pictures of the first ``num_captions`` captions (all by default), as ``real`` gives them.
+
+        ``after`` is called with the count of pictures so far.
+        """
         count = len(self.captions) if num_captions is None else num_captions * self.config.samples_per_caption
         sigmas, plan = sigma_grid(arm.num_steps, arm.shift), ode_and_return_last(0, arm.num_steps, 0)
         plan = plan._replace(sde=None)  # every step is of the arm's kind
@@ -90,7 +100,7 @@ class Evaluator:
             )
             for i, caption in enumerate(self.captions[:count])
         ]  # fmt: skip
-        return decode(torch.stack([t.latents[-1] for t in engine.generate(requests)]))
+        return decode(torch.stack([t.latents[-1] for t in generate_in_parts(engine, requests, after)]))
 
     def score(self, pictures: Tensor) -> dict[str, Metric]:
         """The metrics of pictures of the captions, in the captions' order."""

@@ -207,3 +207,13 @@ def test_the_table_names_every_arm_and_number() -> None:
     assert header.split() == list(METRICS)
     assert [row.split()[0] for row in rows] == ["real", "student@2"]
     assert all(row.count("0.500 [0.250, 0.750]") == 4 for row in rows)
+
+
+def test_the_floor_is_the_mean_over_fresh_real_pictures(judge: Evaluator) -> None:
+    """By hand: the distance of each draw of real pictures to the reference; draws differ."""
+    scores = judge.score_real(judge.real())
+    distances = [judge.score(judge.real(draw))["fd_feat"].mean for draw in range(8)]
+    assert len(set(distances)) == 8
+    floor = scores["fd_feat"]
+    assert (floor.mean, floor.low, floor.high) == pytest.approx((sum(distances) / 8, min(distances), max(distances)))
+    assert scores["read_accuracy"] == judge.score(judge.real())["read_accuracy"]

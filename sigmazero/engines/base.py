@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from sigmazero.records import RolloutRequest, Trajectory
@@ -16,3 +16,14 @@ class Engine(Protocol):
     def publish(self, policy: str, version: int) -> None:
         """Makes the trainer's weights of a policy the ones that are sampled from now on."""
         ...
+
+
+def generate_in_parts(
+    engine: Engine, requests: Sequence[RolloutRequest], after: Callable[[int], None], rows: int = 96
+) -> list[Trajectory]:
+    """``engine.generate`` in parts, with ``after(trajectories so far)`` between them for a progress bar."""
+    done: list[Trajectory] = []
+    for start in range(0, len(requests), rows):
+        done += engine.generate(requests[start : start + rows])
+        after(len(done))
+    return done

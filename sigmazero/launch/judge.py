@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -52,14 +51,11 @@ class Judge:
         captions = [str(c) for c in self._evaluator.captions[:: self._config.evaluate.samples_per_caption]]
         self._folder.evaluation.mkdir(exist_ok=True)
         write_json(self._folder.evaluation / "captions.json", captions[:NUM_SHOWN])
-        with CycleProgress("evaluating", 0, 1 + len(self._fixed)) as progress:
-            real = quantized(self._evaluator.real())
-            self._show(self._folder.evaluation / "real.png", real)
-            self.scores["real"] = self._evaluator.score_real(real.float() / 255)
-            progress.update(1)
-            for done, arm in enumerate(self._fixed, 2):
-                self._score(arm.name, self._kept(arm))
-                progress.update(done)
+        real = quantized(self._evaluator.real())
+        self._show(self._folder.evaluation / "real.png", real)
+        self.scores["real"] = self._evaluator.score_real(real.float() / 255)
+        for arm in self._fixed:
+            self._score(arm.name, self._kept(arm))
         self._write(0)
 
     def refresh(self, cycle: int) -> dict[str, float]:
@@ -74,8 +70,12 @@ class Judge:
     def score_moving(self, cycle: int) -> None:
         """The trained arms, at the end."""
         for arm in self._moving:
-            self._score(arm.name, quantized(self._evaluator.sample(arm, self._engine, self._decode)))
+            self._score(arm.name, self._sample(arm))
         self._write(cycle)
+
+    def _sample(self, arm: Arm) -> Tensor:
+        with CycleProgress(f"sampling {arm.name}", 0, len(self._evaluator.captions)) as progress:
+            return quantized(self._evaluator.sample(arm, self._engine, self._decode, after=progress.update))
 
     def _score(self, name: str, pictures: Tensor) -> None:
         self._show(self._folder.evaluation / f"{name}.png", pictures)
@@ -86,7 +86,7 @@ class Judge:
         path = self._folder.evaluation / f"{arm.name}.safetensors"
         if path.is_file() and not self._fresh:
             return load_file(path)["pictures"]
-        pictures = quantized(self._evaluator.sample(arm, self._engine, self._decode))
+        pictures = self._sample(arm)
         aside = path.with_suffix(".writing")
         save_file({"pictures": pictures}, aside)
         aside.replace(path)
@@ -107,8 +107,3 @@ class Judge:
         }
         write_json(self._folder.path / "scores.json", {"arms": arms, "settings": settings, "cycle": cycle})
         write_report(self._folder.path)
-
-
-def read_scores(folder: Path) -> dict[str, dict[str, dict[str, float]]]:
-    """``arms`` of a run's ``scores.json``."""
-    return json.loads((folder / "scores.json").read_text())["arms"]

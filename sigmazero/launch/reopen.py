@@ -9,10 +9,12 @@ from pathlib import Path
 import torch
 
 from sigmazero.algorithms.base import Arm
+from sigmazero.engines.base import generate_in_parts
 from sigmazero.evaluate import scores_table
 from sigmazero.launch.judge import Judge
 from sigmazero.launch.local import Built, build
 from sigmazero.pictures import grid, quantized, save_png
+from sigmazero.progress import CycleProgress
 from sigmazero.records import Prompt, RolloutRequest
 from sigmazero.schedule import sigma_grid
 from sigmazero.strategies import ode_and_return_last
@@ -60,7 +62,9 @@ def sample_run(
     texts = list(prompts) or list(DEFAULT_PROMPTS)
     requests = [_request(arm, Prompt(i, text), seed + j) for i, text in enumerate(texts) for j in range(count)]
     decode = built.roles.model.decode
-    pictures = quantized(decode(torch.stack([t.latents[-1] for t in built.engine.generate(requests)])))
+    with CycleProgress(f"sampling {arm.role}", 0, len(requests)) as progress:
+        trajectories = generate_in_parts(built.engine, requests, progress.update)
+    pictures = quantized(decode(torch.stack([t.latents[-1] for t in trajectories])))
     folder = output or path / "samples"
     for i, (request, picture) in enumerate(zip(requests, pictures, strict=True)):
         settings = {
