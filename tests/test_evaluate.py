@@ -209,8 +209,9 @@ def test_the_table_names_every_arm_and_number() -> None:
     assert all(row.count("0.500 [0.250, 0.750]") == 4 for row in rows)
 
 
-def test_the_floor_is_the_mean_over_fresh_real_pictures(judge: Evaluator) -> None:
+def test_the_floor_is_the_mean_over_fresh_real_pictures() -> None:
     """By hand: the distance of each draw of real pictures to the reference; draws differ."""
+    judge = evaluator(24, samples_per_caption=2, num_reference=256, bootstrap=20)
     scores = judge.score_real(judge.real())
     distances = [judge.score(judge.real(draw))["fd_feat"].mean for draw in range(8)]
     assert len(set(distances)) == 8
