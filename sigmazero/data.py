@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -57,6 +58,7 @@ class PromptFile:
         self.lines = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
         if not self.lines:
             raise ValueError(f"data.prompts: {path} holds no prompt; write one a line")
+        self.fingerprint = hashlib.sha256("\n".join(line for _, line in self.lines).encode()).hexdigest()[:16]
         self._seed = seed
         self._order: tuple[int, list[int]] = (-1, [])
 

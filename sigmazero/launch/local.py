@@ -39,6 +39,7 @@ class Built:
     roles: Roles
     engine: LocalEngine
     trainer: Trainer
+    inputs: dict[str, str]  # hashes of what the settings name, by setting
 
 
 def use_threads(threads: int) -> None:
@@ -80,7 +81,11 @@ def build(config: RunConfig) -> Built:
     )  # fmt: skip
     engine = LocalEngine(roles, device=device)
     pictures = open_pictures(config.data, config.seed)
-    return Built(config, algorithm, roles, engine, Trainer(config, algorithm, roles, engine, prompts, pictures, device))
+    trainer = Trainer(config, algorithm, roles, engine, prompts, pictures, device)
+    inputs = {"model.path": roles.base_fingerprint}
+    if isinstance(prompts, PromptFile):
+        inputs["data.prompts"] = prompts.fingerprint
+    return Built(config, algorithm, roles, engine, trainer, inputs)
 
 
 def _device(name: str) -> torch.device:
@@ -97,7 +102,7 @@ def train(config: RunConfig) -> Path:
     """
     with RunFolder(config.output) as folder:
         built = build(config)
-        folder.open(config)
+        folder.open(config, built.inputs)
         restore_newest(built, folder)
         judge = Judge(config, built.algorithm, built.roles, built.engine, folder)
         judge.score_fixed()
@@ -110,7 +115,7 @@ def train(config: RunConfig) -> Path:
         ):
             built.trainer.run(_watch(built, folder, judge, log, progress))
         judge.score_moving(config.num_cycles)
-        folder.describe(config, finished=True)
+        folder.describe(config, built.inputs, finished=True)
         write_report(folder.path)
         print(scores_table(judge.scores))
     return folder.path

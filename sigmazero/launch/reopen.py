@@ -19,7 +19,7 @@ from sigmazero.records import Prompt, RolloutRequest
 from sigmazero.schedule import sigma_grid
 from sigmazero.strategies import ode_and_return_last
 from sigmazero.training import checkpoint
-from sigmazero.training.folder import RunFolder, read_config
+from sigmazero.training.folder import RunFolder, check_inputs, read_config
 
 TILE = 96  # pixels a side of a picture on the contact sheet, about
 DEFAULT_PROMPTS = ("the number 42 in red on yellow, serif font", "the number 07 in blue", "the number 93")
@@ -83,6 +83,7 @@ def restore(built: Built, folder: RunFolder) -> int:
     Raises:
         ValueError: there is none that can be read.
     """
+    check_inputs(folder.path, built.inputs)
     found, refused = checkpoint.load_newest(folder.checkpoints)
     if found is None:
         raise ValueError(f"{folder.path} has no checkpoint that can be read yet" + "".join(f"; {r}" for r in refused))

@@ -60,6 +60,7 @@ class Roles:
         self._guidance_norm = model.guidance_norm if guidance_norm == "family" else guidance_norm
         self._negative = model.encode([""])
         model.net.eval().requires_grad_(False)
+        self.base_fingerprint = _hash({"": model.net.state_dict()})
         self.num_base_parameters = sum(p.numel() for p in model.net.parameters())  # without adapters
         self._storage: _Storage = _Adapters(model, kinds, lora, seed) if lora else _Copies(model.net, kinds)
         for role, kind in kinds.items():
@@ -116,14 +117,9 @@ class Roles:
 
     def fingerprint(self, role: str) -> str:
         """A hash of every weight that the role computes with, in hexadecimal."""
-        digest = hashlib.sha256()
-        parts = {"": self.model.net.state_dict()} if self._storage.net(role) is self.model.net else {}
-        for prefix, tensors in {**parts, role: self.parameters(role)}.items():
-            for name in sorted(tensors):
-                if prefix or ".lora_" not in name:
-                    digest.update(name.encode())
-                    digest.update(tensors[name].detach().float().cpu().contiguous().numpy().tobytes())
-        return digest.hexdigest()[:16]
+        shares_base = self._storage.net(role) is self.model.net
+        base = {n: v for n, v in self.model.net.state_dict().items() if ".lora_" not in n} if shares_base else {}
+        return _hash({"base": base, "own": self.parameters(role)})
 
     def _checkpointed(self, block: nn.Module, *inputs: Any) -> Any:
         role = self._current
@@ -133,6 +129,15 @@ class Roles:
             return contextlib.nullcontext(), self.selected(role)
 
         return checkpoint(block, *inputs, use_reentrant=False, context_fn=contexts, preserve_rng_state=False)
+
+
+def _hash(parts: Mapping[str, Mapping[str, Tensor]]) -> str:
+    digest = hashlib.sha256()
+    for part, tensors in parts.items():
+        for name in sorted(tensors):
+            digest.update(f"{part}/{name}".encode())
+            digest.update(tensors[name].detach().float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 class _Copies:

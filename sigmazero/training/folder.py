@@ -55,28 +55,33 @@ class RunFolder:
     def __exit__(self, *_: object) -> None:
         self._lock.close()
 
-    def open(self, config: RunConfig) -> None:
+    def open(self, config: RunConfig, inputs: Mapping[str, str] | None = None) -> None:
         """Starts the run here, or goes on with the same unfinished one.
 
+        Args:
+            inputs: hashes of the files that the settings name, by setting: the same path may hold something else later.
         Raises:
             ValueError: the folder holds a finished or different run (the differences are named) and ``overwrite`` is
                 false, or it holds something that is no run.
         """
+        inputs = inputs or {}
         others = [p for p in self.path.iterdir() if p.name != _LOCK and p.suffix != ".writing"]
         if not others:
-            self.describe(config, finished=False)
+            self.describe(config, inputs, finished=False)
         elif not (self.path / _DESCRIPTION).is_file():
             raise ValueError(f"output: {self.path} holds files but no run ({others[0].name}); set another output")
         elif config.overwrite:
             self._clear()
-            self.describe(config, finished=False)
+            self.describe(config, inputs, finished=False)
         else:
             _check_same(self.path, read_description(self.path), config)
+            check_inputs(self.path, inputs)
 
-    def describe(self, config: RunConfig, *, finished: bool) -> None:
+    def describe(self, config: RunConfig, inputs: Mapping[str, str], *, finished: bool) -> None:
         values = {
             "finished": finished,
             "config": config.model_dump(mode="json"),
+            "inputs": dict(inputs),
             "python": platform.python_version(),
             "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
         }
@@ -120,6 +125,21 @@ def read_config(folder: str | Path) -> RunConfig:
     if described is None:
         raise ValueError(f"{folder} is not a run folder: it has no run.json")
     return parse(described["config"])
+
+
+def check_inputs(folder: Path, inputs: Mapping[str, str]) -> None:
+    """Refuses files that are not what they were when the run started.
+
+    Raises:
+        ValueError: names the setting whose file has changed.
+    """
+    before = (read_description(folder) or {}).get("inputs", {})
+    changed = [name for name in before if before[name] != inputs.get(name)]
+    if changed:
+        raise ValueError(
+            f"{folder} was started with other content of {', '.join(changed)} than what is there now; put the old file "
+            "back, or set overwrite=true or another output"
+        )
 
 
 def write_json(path: Path, values: Any) -> None:

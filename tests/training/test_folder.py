@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from sigmazero.training.folder import RunFolder, read_config, read_description
+from sigmazero.launch.local import build
+from sigmazero.models import glyph
+from sigmazero.training.folder import RunFolder, check_inputs, read_config, read_description
 from tests.conftest import MakeRun
 
 
@@ -50,3 +52,27 @@ def test_a_damaged_description_is_one_line_and_overwrite_starts_over(dmd2: MakeR
             folder.open(config)
         folder.open(dmd2({"overwrite": True}))
     assert (read_description(path.parent) or {})["finished"] is False
+
+
+def test_b12_a_file_that_changed_since_the_start_is_named(dmd2: MakeRun, tmp_path: Path) -> None:
+    """The same path with other prompts or other weights is another run; so is it for evaluation and samples."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("the number 42\nthe number 07 in red\n")
+    config = dmd2({"data.prompts": str(prompts)})
+    with RunFolder(config.output) as folder:
+        folder.open(config, build(config).inputs)
+        folder.open(config, build(config).inputs)
+        prompts.write_text("the number 42\nthe number 08 in red\n")
+        with pytest.raises(ValueError, match=r"other content of data\.prompts"):
+            folder.open(config, build(config).inputs)
+        prompts.write_text("the number 42\n\nthe number 07 in red\n")
+        folder.open(config, build(config).inputs)
+        model = glyph.load(config.model.path)
+        path = Path(config.model.path)
+        kept = path.read_bytes()
+        try:
+            glyph.save(path, model, {name: value * 1.01 for name, value in model.net.state_dict().items()})
+            with pytest.raises(ValueError, match=r"other content of model\.path"):
+                check_inputs(folder.path, build(config).inputs)
+        finally:
+            path.write_bytes(kept)
