@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -57,9 +58,18 @@ class MetricsLog:
         self._pending = {}
         self._file.write(json.dumps({"cycle": cycle, **row}) + "\n")
         self._file.flush()
-        if self._board is not None:
+        self._track(cycle, row)
+
+    def _track(self, cycle: int, row: Mapping[str, float]) -> None:
+        """Passes a row to TensorBoard. A tracker that fails is left out from then on and never stops a run (B72)."""
+        if self._board is None:
+            return
+        try:
             for name, value in row.items():
                 self._board.add_scalar(name, value, cycle)
+        except Exception as error:
+            print(f"warning: TensorBoard failed ({error}) and is left out; metrics.jsonl goes on", file=sys.stderr)
+            self._board = None
 
     def __enter__(self) -> MetricsLog:
         return self

@@ -94,3 +94,20 @@ def test_b72_tensorboard_shows_the_numbers_of_the_rows_also_after_a_resume(tmp_p
 def test_tensorboard_false_writes_none(tmp_path: Path) -> None:
     log(tmp_path, [{"cycle": 1, "a": 1.0}])
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_b72_a_failing_tracker_is_left_out_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(SummaryWriter, "add_scalar", full)
+    with MetricsLog(tmp_path, 0, tensorboard=True) as log:
+        for cycle in (1, 2):
+            log.add({"a": float(cycle)})
+            log.write(cycle)
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"cycle": 1, "a": 1.0}, {"cycle": 2, "a": 2.0}]
+    assert capsys.readouterr().err.count("TensorBoard failed") == 1
