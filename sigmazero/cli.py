@@ -34,7 +34,10 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
     try:
         folder = run(config)
     except KeyboardInterrupt:
-        print("stopped; the same command without overwrite=true goes on from the newest checkpoint", file=sys.stderr)
+        print(
+            "stopped; the same command without overwrite=true goes on from the newest checkpoint, if there is one",
+            file=sys.stderr,
+        )
         raise typer.Exit(130) from None
     print(f"finished: report in {folder / 'report.html'}, scores in {folder / 'scores.json'}")
 
@@ -83,4 +86,9 @@ def main() -> None:
         app(standalone_mode=True)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        print(f"error: out of memory; lower optimizers.ROLE.micro_batch or data.batch_size ({error})", file=sys.stderr)
         sys.exit(2)

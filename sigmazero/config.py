@@ -19,13 +19,16 @@ class _Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
+Shift = Annotated[float, Field(ge=0.001, le=1000)]  # of a sigma grid
+
+
 class ModelConfig(_Settings):
     """Which network: ``path`` is a weight file, ``shipped`` (the family's own) or ``random`` (untrained)."""
 
     family: Literal["glyph"] = "glyph"
     path: str = "shipped"
-    width: int = Field(default=128, ge=32, le=1024, multiple_of=32)  # of a random network; a file brings its own
-    num_layers: int = Field(default=4, ge=1, le=64)
+    width: int | None = Field(default=None, ge=32, le=1024, multiple_of=32)  # of a random network; a file has its own
+    num_layers: int | None = Field(default=None, ge=1, le=64)  # likewise
     activation_checkpointing: bool = False
     guidance_norm: Literal["family", "none", "layer_norm", "scalar"] = "family"
 
@@ -33,7 +36,7 @@ class ModelConfig(_Settings):
 class LoraConfig(_Settings):
     """Adapters over one frozen base. ``targets`` empty: the family's default."""
 
-    rank: int = Field(default=32, ge=1)
+    rank: int = Field(default=32, ge=1, le=4096)
     alpha: float = Field(default=32, gt=0)
     targets: tuple[str, ...] = ()
 
@@ -42,22 +45,29 @@ class RolesConfig(_Settings):
     """How the trained roles are stored: each a full copy, or an adapter over the base."""
 
     storage: Literal["copy", "lora"] = "copy"
-    lora: LoraConfig = LoraConfig()
+    lora: LoraConfig | None = None  # only with storage lora; null: its defaults
+
+    @model_validator(mode="after")
+    def _only_with_lora(self) -> RolesConfig:
+        if self.storage != "lora" and self.lora is not None:
+            raise ValueError(
+                f"lora is set but storage is {self.storage!r}, so it would do nothing; set storage to lora"
+            )
+        return self
 
 
 class DataConfig(_Settings):
     """``prompts``: ``glyphs`` (endless captions of the train split) or a text file with one prompt a line."""
 
     prompts: str = "glyphs"
-    pictures: Literal["glyphs"] = "glyphs"
-    batch_size: int = Field(default=32, ge=1)  # samples a cycle
+    batch_size: int = Field(default=32, ge=1, le=65536)  # samples a cycle
 
 
 class SigmaConfig(_Settings):
     """A distribution of sigma: uniform draws, shifted once, clamped to [low, high] (math §6)."""
 
     distribution: Literal["discrete", "uniform"] = "discrete"
-    shift: float = Field(default=3.0, gt=0)
+    shift: Shift = 3.0
     low: float = Field(default=0.02, ge=0, le=1)
     high: float = Field(default=0.98, ge=0, le=1)
 
@@ -73,8 +83,8 @@ class FlowMatchingConfig(_Settings):
 
     name: Literal["flow_matching"]
     num_steps: int = Field(default=25, ge=1, le=1000)  # of evaluation
-    shift: float = Field(default=1.0, gt=0)  # of evaluation
-    guidance: float = Field(default=1.0, ge=0)  # of evaluation
+    shift: Shift = 3.0  # of evaluation
+    guidance: float = Field(default=1.0, ge=0, le=1000)  # of evaluation
     logit_mean: float = 0.0  # train sigma = sigmoid(mean + std * z)
     logit_std: float = Field(default=1.0, gt=0)
     caption_dropout: float = Field(default=0.1, ge=0, lt=1)
@@ -86,8 +96,8 @@ class DMD2Config(_Settings):
 
     name: Literal["dmd2"]
     num_steps: int = Field(default=2, ge=1, le=1000)  # of the student
-    shift: float = Field(default=3.0, gt=0)  # of the student's grid and of the teacher's
-    guidance: float = Field(default=2.0, ge=0)  # of the teacher
+    shift: Shift = 3.0  # of the student's grid and of the teacher's
+    guidance: float = Field(default=2.0, ge=0, le=1000)  # of the teacher
     teacher_steps: int = Field(default=25, ge=1, le=1000)  # of the teacher in evaluation
     student_input: Literal["simulate", "data", "mixed"] = "simulate"
     transition: Literal["renoise", "euler"] = "renoise"
@@ -95,7 +105,7 @@ class DMD2Config(_Settings):
     exit_step: Literal["per_sample", "shared"] = "per_sample"
     fake_updates: int = Field(default=5, ge=1)  # K: fake-score updates a student update
     score_sigma: SigmaConfig = SigmaConfig()
-    fake_sigma: SigmaConfig = SigmaConfig(distribution="discrete", shift=1.0, low=0.0, high=1.0)
+    fake_sigma: SigmaConfig = SigmaConfig(low=0.0, high=1.0)
     normalizer: bool = True
     ema_decay: float = Field(default=0.98, ge=0, lt=1)
     gan_weight: float = Field(default=0.0, ge=0)
@@ -105,6 +115,8 @@ class DMD2Config(_Settings):
     def _built(self) -> DMD2Config:
         if self.student_input != "simulate":
             raise ValueError(f"student_input is {self.student_input!r}, which is not built yet; set 'simulate'")
+        if self.exit_step == "shared" and self.step_strategy != "stop_at_random_step":
+            raise ValueError(f"exit_step is 'shared', but step_strategy {self.step_strategy!r} draws the exits itself")
         for name, what in (("gan_weight", "the adversarial term"), ("regression_weight", "the regression on pairs")):
             if getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, but {what} is not built yet; set {name} to 0")
@@ -121,10 +133,10 @@ class OptimizerConfig(_Settings):
     betas: tuple[float, float] = (0.9, 0.99)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0, le=10**8)
     decay: Literal["constant", "linear", "cosine"] = "constant"  # to 0 at the last step of the run
     clip: float = Field(default=1.0, gt=0)  # of the gradient's norm
-    micro_batch: int = Field(default=32, ge=1)
+    micro_batch: int = Field(default=32, ge=1, le=65536)
 
     @model_validator(mode="after")
     def _betas(self) -> OptimizerConfig:
@@ -149,11 +161,11 @@ class EvaluateConfig(_Settings):
     """Fixed prompts and seeds. ``every`` 0: only at the end."""
 
     every: int = Field(default=0, ge=0)  # cycles between refreshed pictures and scores of the trained roles
-    num_captions: int = Field(default=480, ge=8)  # the 240 held-out combinations twice
-    samples_per_caption: int = Field(default=2, ge=2)
-    num_reference: int = Field(default=3840, ge=256)  # real pictures that distances are measured to
-    bootstrap: int = Field(default=200, ge=20)
-    shift: float | None = Field(default=None, gt=0)  # of the student's grid in evaluation; null: the trained one
+    num_captions: int = Field(default=480, ge=8, le=100_000)  # the 240 held-out combinations twice
+    samples_per_caption: int = Field(default=2, ge=2, le=1000)
+    num_reference: int = Field(default=3840, ge=256, le=1_000_000)  # real pictures that distances are measured to
+    bootstrap: int = Field(default=200, ge=20, le=100_000)
+    shift: Shift | None = None  # of the student's grid; null: the trained one
     seed: int = Field(default=0, ge=0, lt=2**63)
 
 
@@ -163,7 +175,7 @@ class RunConfig(_Settings):
     output: str = ""
     overwrite: bool = False
     seed: int = Field(default=0, ge=0, lt=2**63)
-    num_cycles: int = Field(default=1000, ge=1)
+    num_cycles: int = Field(default=1000, ge=1, le=99_999_999)
     plugins: tuple[str, ...] = ()
     model: ModelConfig = ModelConfig()
     roles: RolesConfig = RolesConfig()
@@ -175,6 +187,24 @@ class RunConfig(_Settings):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
+        if not self.output.strip() and "output" in self.model_fields_set:
+            raise ValueError(f"output is {self.output!r}; name a folder")
+        if self.model.path != "random" and (self.model.width or self.model.num_layers):
+            raise ValueError(
+                f"model.width and model.num_layers are of a random network; model.path is {self.model.path!r}, which "
+                "brings its own: leave them out, or set model.path to random"
+            )
+        if isinstance(self.algorithm, FlowMatchingConfig):
+            if self.data.prompts != "glyphs":
+                raise ValueError(
+                    f"data.prompts is {self.data.prompts!r}, but flow_matching learns from captioned pictures"
+                )
+            if self.evaluate.shift is not None:
+                raise ValueError("evaluate.shift is of dmd2's student; for flow_matching set algorithm.shift")
+        named = {self.algorithm.step_strategy} if isinstance(self.algorithm, DMD2Config) else set[str]()
+        for plugin in self.plugins:
+            if plugin not in named:
+                raise ValueError(f"plugins lists {plugin!r}, but no setting names it, so it would do nothing")
         trained = TRAINED_ROLES[self.algorithm.name]
         for role in self.optimizers:
             if role not in trained:
@@ -292,6 +322,10 @@ def _explain(error: Any, values: Mapping[str, Any]) -> str:
     key = ".".join(at)
     kind, given = error["type"], error.get("input")
     if kind == "extra_forbidden":
+        chosen = values["algorithm"].get("name") if at[0] == "algorithm" else None
+        owners = [get_args(c.model_fields["name"].annotation)[0] for c in names if at[1:] and at[1] in c.model_fields]
+        if chosen and owners and chosen not in owners:
+            return f"key {key!r} belongs to {', '.join(owners)}, and algorithm.name is {chosen!r}; leave it out"
         near = _nearest(key, list(_keys(RunConfig, values)))
         return f"unknown key {key!r} (given {given!r})" + (f"; did you mean {near!r}?" if near else "")
     if kind == "missing":
@@ -301,6 +335,8 @@ def _explain(error: Any, values: Mapping[str, Any]) -> str:
     message = error["msg"].removeprefix("Value error, ")
     if kind == "value_error":
         return f"{key}: {message}" if key and not message.startswith(key) else message
+    if kind == "model_type" or message.startswith("Input should be an object"):
+        message = "it must be a group of keys"
     return f"{key} is {given!r}: {message[0].lower()}{message[1:]}"
 
 
@@ -308,11 +344,15 @@ def _keys(model: type[BaseModel], values: Mapping[str, Any], prefix: str = "") -
     """Every dotted key that is valid for these values."""
     for name, info in model.model_fields.items():
         yield prefix + name
-        inner: Any = info.annotation
+        inner: Any = next((t for t in get_args(info.annotation) if _is_settings(t)), info.annotation)
         here = values.get(name)
         here = here if isinstance(here, Mapping) else {}
         if name == "algorithm":
-            chosen = [c for c in get_args(inner) if get_args(c.model_fields["name"].annotation)[0] == here.get("name")]
+            chosen = [
+                c
+                for c in get_args(info.annotation)
+                if get_args(c.model_fields["name"].annotation)[0] == here.get("name")
+            ]
             inner = chosen[0] if chosen else None
         if name == "optimizers":
             algorithm = values.get("algorithm")
@@ -320,8 +360,12 @@ def _keys(model: type[BaseModel], values: Mapping[str, Any], prefix: str = "") -
             for role in TRAINED_ROLES.get(str(chosen_name), ()):
                 yield f"{prefix}{name}.{role}"
                 yield from _keys(OptimizerConfig, {}, f"{prefix}{name}.{role}.")
-        elif isinstance(inner, type) and issubclass(inner, BaseModel):
+        elif _is_settings(inner):
             yield from _keys(inner, here, f"{prefix}{name}.")
+
+
+def _is_settings(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def _nearest(key: str, known: Sequence[str]) -> str | None:

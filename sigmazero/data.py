@@ -52,7 +52,7 @@ class PromptFile:
         if not self.path.is_file():
             raise ValueError(f"data.prompts: there is no prompt file {path}; give 'glyphs' or a text file")
         try:
-            lines = self.path.read_text(encoding="utf-8").splitlines()
+            lines = self.path.read_text(encoding="utf-8-sig").splitlines()
         except UnicodeDecodeError as error:
             raise ValueError(f"data.prompts: {path} is not UTF-8 text ({error})") from None
         self.lines = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
@@ -94,8 +94,3 @@ def open_prompts(config: DataConfig, seed: int) -> PromptStream:
         ValueError: as ``PromptFile``.
     """
     return GlyphCaptions("train", seed) if config.prompts == "glyphs" else PromptFile(config.prompts, seed)
-
-
-def open_pictures(config: DataConfig, seed: int) -> GlyphCaptions:
-    """The captioned pictures of a recipe."""
-    return GlyphCaptions("train", seed)

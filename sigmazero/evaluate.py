@@ -26,7 +26,7 @@ from sigmazero.algorithms.base import Arm
 from sigmazero.config import EvaluateConfig
 from sigmazero.engines.base import Engine, generate_in_parts
 from sigmazero.reader import Reader, agrees
-from sigmazero.records import Prompt, RolloutRequest
+from sigmazero.records import Prompt, RolloutRequest, Trajectory
 from sigmazero.schedule import sigma_grid
 from sigmazero.strategies import ode_and_return_last
 
@@ -100,7 +100,7 @@ class Evaluator:
             )
             for i, caption in enumerate(self.captions[:count])
         ]  # fmt: skip
-        return decode(torch.stack([t.latents[-1] for t in generate_in_parts(engine, requests, after)]))
+        return decode(finite_samples(generate_in_parts(engine, requests, after)))
 
     def score(self, pictures: Tensor) -> dict[str, Metric]:
         """The metrics of pictures of the captions, in the captions' order."""
@@ -132,6 +132,19 @@ class Evaluator:
     @torch.no_grad()
     def _features(self, pictures: Tensor) -> Tensor:
         return torch.cat([self._reader.features(part) for part in pictures.split(512)])
+
+
+def finite_samples(trajectories: Sequence[Trajectory]) -> Tensor:
+    """The last latents of trajectories, stacked.
+
+    Raises:
+        ValueError: one is not finite: nan would be saved and scored as a black picture.
+    """
+    samples = torch.stack([t.latents[-1] for t in trajectories])
+    if not bool(torch.isfinite(samples).all()):
+        role = trajectories[0].request.policy
+        raise ValueError(f"{role} samples non-finite pictures: its weights have diverged; lower its learning rate")
+    return samples
 
 
 def frechet_distance(a: Tensor, b: Tensor) -> float:

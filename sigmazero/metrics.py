@@ -12,16 +12,19 @@ from typing import Any
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The rows of a ``metrics.jsonl``, oldest first; a last line that was cut off by a kill is left out."""
+    """The rows of a ``metrics.jsonl``, oldest first. A line that is no row, as a kill may leave one, is left out."""
     if not path.is_file():
         return []
-    rows: list[dict[str, float]] = []
-    for line in path.read_text().splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
+    rows = (_row(line) for line in path.read_text(encoding="utf-8", errors="replace").splitlines())
+    return [row for row in rows if row is not None]
+
+
+def _row(line: str) -> dict[str, float] | None:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("cycle"), int) else None
 
 
 class MetricsLog:

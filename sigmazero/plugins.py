@@ -32,6 +32,7 @@ def load_plugin(name: str, allowed: Sequence[str]) -> Callable[..., Any]:
     found = getattr(module, function, None)
     if not inspect.isfunction(found):
         raise ValueError(f"plugin {name!r}: {where} has no function {function!r}")
+    print(f"plugin: {name} from {inspect.getfile(found)}", file=sys.stderr)
     return found
 
 

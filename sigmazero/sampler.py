@@ -22,7 +22,7 @@ def padded(velocity: Velocity) -> Velocity:
     """A velocity whose calls pad their rows to a multiple, so that a row's result does not depend on the batch.
 
     Matrix kernels choose another summation order for a few rows; on a CPU every multiple of 8 gave equal bits
-    (architecture, rule 15). The padding repeats the first row and is cut off.
+    (docs/architecture.md, rule 11). The padding repeats the first row and is cut off.
     """
 
     def call(x: Tensor, sigma: Tensor, condition: Conditioning) -> Tensor:

@@ -1,4 +1,4 @@
-"""Step strategies: which steps of a sample's rollout are stochastic, what comes back, where it stops (math §3, §4).
+"""Step strategies: which steps of a sample's rollout are stochastic, what comes back, where it stops (math §3).
 
 A strategy is a function ``(sample, num_steps, seed) -> StepPlan(sde, ret, stop)``, pure in its arguments. A user's
 own is accepted through ``plugins`` (see ``sigmazero/plugins.py``).

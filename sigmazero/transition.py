@@ -89,5 +89,5 @@ def log_prob_no_constants(y: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 
 def row_mean(values: Tensor) -> Tensor:
-    """Mean over all but the first dimension, accumulated in fp64, returned in fp32 (architecture, rule 15)."""
+    """Mean over all but the first dimension, accumulated in fp64, returned in fp32 (docs/architecture.md, rule 11)."""
     return values.double().flatten(1).mean(1).float()

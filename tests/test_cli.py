@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from sigmazero import cli
 from sigmazero.config import RunConfig, load_recipe
 from sigmazero.launch import local
+from sigmazero.launch.judge import Judge
 from sigmazero.metrics import read_metrics
 from sigmazero.models import glyph
 from sigmazero.training.folder import RunFolder
@@ -329,7 +330,7 @@ def test_sample_writes_pictures_with_their_settings(finished: Path, call: Call, 
     assert {p.shape for p in pictures} == {(16, 16, 3)}
     assert len({p.tobytes() for p in pictures}) == 6
     for i, settings in enumerate(found):
-        alone = tmp_path / "one"
+        alone = tmp_path / f"one-{i}"
         assert (
             call("sample", finished, "--prompt", settings["prompt"], "--seed", settings["seed"], "--output", alone).code
             == 0
@@ -341,25 +342,69 @@ def test_sample_writes_pictures_with_their_settings(finished: Path, call: Call, 
 def test_sample_takes_role_steps_and_guidance(finished: Path, call: Call, tmp_path: Path) -> None:
     prompt = ("--prompt", "the number 42")
     pictures: list[bytes] = []
-    for options, wanted in (
-        ((), ("student_ema", 3, 1.0)),
-        (("--role", "student"), ("student", 3, 1.0)),
-        (("--role", "teacher"), ("teacher", 4, 2.0)),
-        (("--role", "teacher", "--num-steps", "2", "--guidance", "1.5"), ("teacher", 2, 1.5)),
+    for i, (options, wanted) in enumerate(
+        (
+            ((), ("student_ema", 3, 1.0)),
+            (("--role", "student"), ("student", 3, 1.0)),
+            (("--role", "teacher"), ("teacher", 4, 2.0)),
+            (("--role", "teacher", "--num-steps", "2", "--guidance", "1.5"), ("teacher", 2, 1.5)),
+        )
     ):
-        assert call("sample", finished, *prompt, *options, "--output", tmp_path / "out").code == 0
-        arm = settings_of(tmp_path / "out" / "00000.png")["arm"]
+        out = tmp_path / str(i)
+        assert call("sample", finished, *prompt, *options, "--output", out).code == 0
+        arm = settings_of(out / "00000.png")["arm"]
         assert (arm["role"], arm["num_steps"], arm["guidance"]) == wanted
-        pictures.append(pixels(tmp_path / "out" / "00000.png").tobytes())
+        pictures.append(pixels(out / "00000.png").tobytes())
     assert len(set(pictures)) == 4
 
 
 def test_sample_without_options_writes_into_the_run(copied: Path, call: Call) -> None:
-    done = call("sample", copied)
-    files = sorted(p.name for p in (copied / "samples").iterdir())
-    assert files[-1] == "sheet.png"
-    assert all(glyph.parse_caption(settings_of(copied / "samples" / name)["prompt"]) for name in files[:-1])
-    assert done.code == 0
+    """Each call into a folder of its own; a named folder that holds files is left alone."""
+    for number in ("0000", "0001"):
+        done = call("sample", copied)
+        folder = copied / "samples" / number
+        files = sorted(p.name for p in folder.iterdir())
+        assert files[-1] == "sheet.png"
+        assert all(glyph.parse_caption(settings_of(folder / name)["prompt"]) for name in files[:-1])
+        assert done.code == 0
+    done = call("sample", copied, "--output", copied / "samples" / "0000")
+    assert done.code == 2
+    assert "holds files already" in done.err
+
+
+def test_evaluate_keeps_the_former_scores_until_it_has_new_ones(
+    copied: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = (copied / "scores.json").read_text()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Judge, "score_moving", full)
+        assert call("evaluate", copied).code == 2
+    assert (copied / "scores.json").read_text() == before
+
+
+def test_a_damaged_copy_of_frozen_pictures_is_sampled_again(copied: Path, call: Call, recipe: Path) -> None:
+    """It is a cache: an unfinished run with a broken one goes on to the same scores."""
+    before = json.loads((copied / "scores.json").read_text())["arms"]
+    (copied / "evaluation" / "teacher@4.safetensors").write_bytes(b"broken")
+    description = json.loads((copied / "run.json").read_text())
+    (copied / "run.json").write_text(json.dumps({**description, "finished": False}))
+    done = call("train", recipe, f"output={copied}")
+    assert done.code == 0, done.err
+    assert json.loads((copied / "scores.json").read_text())["arms"] == before
+
+
+def test_out_of_memory_is_one_line(recipe: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocate(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 3072 bytes")
+
+    monkeypatch.setattr(local, "train", allocate)
+    done = call("train", recipe)
+    assert done.code == 2
+    assert "out of memory; lower optimizers.ROLE.micro_batch" in done.err
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_b15_every_fault_of_a_recipe_is_named_at_once(path: Path) -> None:
         ("seed=-1", "seed is -1"),
         ("seed=9223372036854775808", "seed is 9223372036854775808"),
         ("output=3", "output is 3: input should be a valid string"),
-        ("model=glyph", "model is 'glyph': input should be an object"),
+        ("model=glyph", "model is 'glyph': it must be a group of keys"),
         ("plugins=a.py:f", "plugins is 'a.py:f'"),
     ],
 )
@@ -186,7 +186,7 @@ def test_b15_an_override_that_cannot_be_read_is_refused(path: Path, override: st
         (changed("name: dmd2", "name: dmd3"), "algorithm.name is 'dmd3'; known are dmd2, flow_matching"),
         (changed("  name: dmd2\n", ""), "algorithm.name is None; known are dmd2, flow_matching"),
         ("seed: 1\n", "algorithm is missing"),
-        ("algorithm: dmd2\n", "algorithm is 'dmd2': input should be an object"),
+        ("algorithm: dmd2\n", "algorithm is 'dmd2': it must be a group of keys"),
         (changed("fake_score:", "critic:"), "optimizers.critic: dmd2 trains no role 'critic'; it trains student, fake"),
         (
             changed("  fake_score: {lr: 2e-4}\n", ""),
@@ -295,3 +295,36 @@ def test_b50_values_that_are_not_plain_yaml_are_refused(path: Path, value: str) 
 @pytest.mark.parametrize("value", ["${", "${seed}", "???"])
 def test_b15_interpolation_is_refused_in_an_override(path: Path, value: str) -> None:
     assert "output" in refusal(path, RECIPE, f"output={value}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        (["model.width=64"], "model.width and model.num_layers are of a random network"),
+        (["roles.lora.rank=4"], "storage is 'copy', so it would do nothing"),
+        (["plugins=[mine.py:plan]"], "plugins lists 'mine.py:plan', but no setting names it"),
+        (
+            ["algorithm.exit_step=shared", "algorithm.step_strategy=a.py:b", "plugins=[a.py:b]"],
+            "draws the exits itself",
+        ),
+        (["output=' '"], "name a folder"),
+        (["algorithm.shift=1e308"], "algorithm.shift is 1e+308"),
+        (["data.batch_size=1000000000000"], "data.batch_size is 1000000000000"),
+        (["num_cycles=100000000"], "num_cycles is 100000000"),
+    ],
+)
+def test_b15_a_setting_that_would_do_nothing_or_cannot_be_is_refused(
+    path: Path, changes: list[str], complaint: str
+) -> None:
+    assert complaint in refusal(path, RECIPE, *changes)
+
+
+def test_b15_settings_of_another_algorithm_are_named_as_such(path: Path) -> None:
+    message = refusal(path, RECIPE, "algorithm={name: flow_matching, fake_updates: 3}")
+    assert "key 'algorithm.fake_updates' belongs to dmd2, and algorithm.name is 'flow_matching'" in message
+
+
+def test_b15_flow_matching_refuses_prompts_and_a_shift_that_it_would_not_use(path: Path) -> None:
+    text = "algorithm: {name: flow_matching}\noptimizers: {student: {lr: 0.1}}\n"
+    assert "flow_matching learns from captioned pictures" in refusal(path, text, "data.prompts=mine.txt")
+    assert "set algorithm.shift" in refusal(path, text, "evaluate.shift=2.0")

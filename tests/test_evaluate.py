@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,10 +11,13 @@ import torch
 from torch import Tensor
 
 from sigmazero import seeds
+from sigmazero.algorithms.base import Arm
 from sigmazero.config import EvaluateConfig
 from sigmazero.engines.local import LocalEngine
 from sigmazero.evaluate import METRICS, Evaluator, Metric, frechet_distance, scores_table
 from sigmazero.launch.local import build
+from sigmazero.models import glyph
+from sigmazero.models.roles import Roles
 from sigmazero.pictures import quantized
 from sigmazero.reader import load_reader
 from tests.conftest import MakeRun
@@ -218,3 +222,12 @@ def test_the_floor_is_the_mean_over_fresh_real_pictures() -> None:
     floor = scores["fd_feat"]
     assert (floor.mean, floor.low, floor.high) == pytest.approx((sum(distances) / 8, min(distances), max(distances)))
     assert scores["read_accuracy"] == judge.score(judge.real())["read_accuracy"]
+
+
+def test_b40_a_diverged_student_is_named_and_not_scored_as_black_pictures(weights: Path) -> None:
+    with torch.no_grad():
+        roles = Roles(glyph.load(weights), {"student": "train"}, {})
+        next(iter(roles.parameters("student").values())).fill_(float("nan"))
+    judge = evaluator(8, samples_per_caption=2, num_reference=256, bootstrap=20)
+    with pytest.raises(ValueError, match="student samples non-finite pictures"):
+        judge.sample(Arm("student@1", "student", 1, 1.0), LocalEngine(roles), roles.model.decode)

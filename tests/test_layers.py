@@ -18,6 +18,7 @@ ORDER = (
     "config",
     "records",
     "seeds",
+    "tensors",
     "schedule",
     "transition",
     "glyphs",

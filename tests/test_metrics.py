@@ -111,3 +111,18 @@ def test_b72_a_failing_tracker_is_left_out_and_the_run_goes_on(
             log.write(cycle)
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"cycle": 1, "a": 1.0}, {"cycle": 2, "a": 2.0}]
     assert capsys.readouterr().err.count("TensorBoard failed") == 1
+
+
+def test_b72_lines_that_are_no_rows_are_left_out_and_the_others_stay(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [
+        b'{"cycle": 1, "a": 1}',
+        b'{"a": 1}',
+        b"3",
+        b'{"cycle": null}',
+        b"\xff\xfe",
+        b'{"cyc',
+        b'{"cycle": 2, "a": 2}',
+    ]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    assert read_metrics(path) == [{"cycle": 1, "a": 1}, {"cycle": 2, "a": 2}]

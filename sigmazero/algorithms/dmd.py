@@ -24,7 +24,7 @@ from sigmazero.algorithms.losses import distribution_gradient, surrogate_loss, v
 from sigmazero.config import DMD2Config, RunConfig, SigmaConfig
 from sigmazero.models.roles import RoleKind, Roles
 from sigmazero.plugins import load_plugin
-from sigmazero.records import Batch, Prompt, RolloutRequest, Trajectory, rows_of
+from sigmazero.records import Batch, Prompt, RolloutRequest, StepPlan, Trajectory, rows_of
 from sigmazero.schedule import add_noise, score_sigma, sigma_grid, x0_from_velocity
 from sigmazero.strategies import StepStrategy, checked_plan, stop_at_random_step
 
@@ -78,16 +78,26 @@ class DMD2:
     def requests(self, prompts: Sequence[Prompt], samples: range, cycle: int) -> list[RolloutRequest]:
         c = self.config
         sigmas, (kind, eta) = sigma_grid(c.num_steps, c.shift), TRANSITIONS[c.transition]
-        plans = [checked_plan(self.strategy(sample, c.num_steps, self.seed), c.num_steps) for sample in samples]
-        for plan in plans:
-            if plan.stop is None or plan.stop not in plan.ret:
-                raise ValueError(
-                    f"algorithm.step_strategy gave {plan}; dmd2 needs a stop i that returns latents i and i+1"
-                )
+        plans = [self.plan(sample) for sample in samples]
         return [
             RolloutRequest(sample, cycle, prompt, self.policy, sigmas, kind, eta, 1.0, self.seed, plan)
             for sample, prompt, plan in zip(samples, prompts, plans, strict=True)
         ]
+
+    def plan(self, sample: int) -> StepPlan:
+        """The step plan of a sample.
+
+        Raises:
+            ValueError: the strategy fails, or its plan does not stop at a step whose two latents come back.
+        """
+        name = f"algorithm.step_strategy {self.config.step_strategy!r}"
+        try:
+            plan = checked_plan(self.strategy(sample, self.config.num_steps, self.seed), self.config.num_steps)
+        except Exception as error:
+            raise ValueError(f"{name}, sample {sample}: {' '.join(str(error).split())}") from error
+        if plan.stop is None or plan.stop not in plan.ret:
+            raise ValueError(f"{name}, sample {sample}: it gave {tuple(plan)}; dmd2 needs a stop i, latents i and i+1")
+        return plan
 
     def feeds(self, trajectories: Sequence[Trajectory], pictures: Batch | None, cycle: int) -> dict[str, Batch]:
         """Input and prediction of each sample's exit step, with the sigma it was sampled at."""
@@ -142,5 +152,16 @@ def build(config: RunConfig) -> Algorithm:
     if settings.step_strategy == "stop_at_random_step":
         strategy = stop_at_random_step(config.data.batch_size if settings.exit_step == "shared" else 1)
     else:
-        strategy = load_plugin(settings.step_strategy, config.plugins)
-    return DMD2(settings, config.seed, strategy, config.evaluate.shift or settings.shift)
+        strategy = _user_strategy(settings.step_strategy, config.plugins)
+    algorithm = DMD2(settings, config.seed, strategy, config.evaluate.shift or settings.shift)
+    algorithm.plan(0)  # a strategy that cannot work is found before anything is loaded
+    return algorithm
+
+
+def _user_strategy(name: str, plugins: Sequence[str]) -> StepStrategy:
+    if name not in plugins:
+        raise ValueError(
+            f"algorithm.step_strategy is {name!r}; dmd2 takes 'stop_at_random_step', or a function of yours that is "
+            "also listed under plugins"
+        )
+    return load_plugin(name, plugins)

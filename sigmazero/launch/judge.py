@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sigmazero.algorithms.base import Algorithm, Arm
@@ -17,6 +16,7 @@ from sigmazero.pictures import grid, quantized, save_png
 from sigmazero.progress import CycleProgress
 from sigmazero.reader import load_reader
 from sigmazero.report import write_report
+from sigmazero.tensors import read_tensors, write_tensors
 from sigmazero.training.folder import RunFolder, write_json
 
 NUM_SHOWN = 16  # captions whose pictures the report shows
@@ -56,7 +56,6 @@ class Judge:
         self.scores["real"] = self._evaluator.score_real(real.float() / 255)
         for arm in self._fixed:
             self._score(arm.name, self._kept(arm))
-        self._write(0)
 
     def refresh(self, cycle: int) -> dict[str, float]:
         """Pictures and quick scores of the averaged student, for the metrics log."""
@@ -67,11 +66,10 @@ class Judge:
         scores = self._evaluator.score(pictures.float() / 255)
         return {f"evaluate/{arm.name}/{name}": metric.mean for name, metric in scores.items()}
 
-    def score_moving(self, cycle: int) -> None:
+    def score_moving(self) -> None:
         """The trained arms, at the end."""
         for arm in self._moving:
             self._score(arm.name, self._sample(arm))
-        self._write(cycle)
 
     def _sample(self, arm: Arm) -> Tensor:
         with CycleProgress(f"sampling {arm.name}", 0, len(self._evaluator.captions)) as progress:
@@ -85,18 +83,22 @@ class Judge:
         """The pictures of a frozen arm: from the folder, or sampled and kept there."""
         path = self._folder.evaluation / f"{arm.name}.safetensors"
         if path.is_file() and not self._fresh:
-            return load_file(path)["pictures"]
+            try:
+                kept = read_tensors(path)[0].get("pictures")
+            except ValueError:
+                kept = None  # damaged: it is only a copy of what can be sampled again
+            if kept is not None and kept.dtype == torch.uint8 and len(kept) == len(self._evaluator.captions):
+                return kept
         pictures = self._sample(arm)
-        aside = path.with_suffix(".writing")
-        save_file({"pictures": pictures}, aside)
-        aside.replace(path)
+        write_tensors(path, {"pictures": pictures})
         return pictures
 
     def _show(self, path: Path, pictures: Tensor) -> None:
         shown = pictures[:: self._config.evaluate.samples_per_caption][:NUM_SHOWN]
         save_png(grid(shown, len(shown)), path)
 
-    def _write(self, cycle: int) -> None:
+    def write(self, cycle: int) -> None:
+        """Writes what has been scored so far, and the report."""
         arms = {arm: {name: m.as_dict() for name, m in metrics.items()} for arm, metrics in self.scores.items()}
         settings = {
             "seed": self._config.seed,

@@ -14,8 +14,8 @@ import torch
 
 from sigmazero.algorithms import ALGORITHMS
 from sigmazero.algorithms.base import Algorithm
-from sigmazero.config import ModelConfig, RunConfig
-from sigmazero.data import PromptFile, open_pictures, open_prompts
+from sigmazero.config import LoraConfig, ModelConfig, RunConfig
+from sigmazero.data import GlyphCaptions, PromptFile, open_prompts
 from sigmazero.engines.local import LocalEngine
 from sigmazero.evaluate import scores_table
 from sigmazero.launch.judge import Judge
@@ -60,7 +60,7 @@ def load_model(config: ModelConfig, seed: int) -> FlowModel:
 
 
 def build(config: RunConfig) -> Built:
-    """Everything of a run but its folder.
+    """Everything of a run but its folder. Plugins are loaded first, and named.
 
     Raises:
         ValueError: a setting does not fit the model, the machine or a file that it names.
@@ -75,12 +75,12 @@ def build(config: RunConfig) -> Built:
     model.net.to(device)
     roles = Roles(
         model, algorithm.roles, {a.target: a.source for a in algorithm.averages},
-        lora=config.roles.lora if config.roles.storage == "lora" else None,
+        lora=(config.roles.lora or LoraConfig()) if config.roles.storage == "lora" else None,
         guidance_norm=config.model.guidance_norm, seed=config.seed,
         activation_checkpointing=config.model.activation_checkpointing,
     )  # fmt: skip
     engine = LocalEngine(roles, device=device)
-    pictures = open_pictures(config.data, config.seed)
+    pictures = GlyphCaptions("train", config.seed)
     trainer = Trainer(config, algorithm, roles, engine, prompts, pictures, device)
     inputs = {"model.path": roles.base_fingerprint}
     if isinstance(prompts, PromptFile):
@@ -106,6 +106,7 @@ def train(config: RunConfig) -> Path:
         restore_newest(built, folder)
         judge = Judge(config, built.algorithm, built.roles, built.engine, folder)
         judge.score_fixed()
+        judge.write(built.trainer.counters.cycle)
         start = built.trainer.counters.cycle
         if start == 0 and config.evaluate.every:
             judge.refresh(0)  # the first row of the report's pictures over training
@@ -114,7 +115,8 @@ def train(config: RunConfig) -> Path:
             CycleProgress("training", start, config.num_cycles) as progress,
         ):
             built.trainer.run(_watch(built, folder, judge, log, progress))
-        judge.score_moving(config.num_cycles)
+        judge.score_moving()
+        judge.write(config.num_cycles)
         folder.describe(config, built.inputs, finished=True)
         write_report(folder.path)
         print(scores_table(judge.scores))

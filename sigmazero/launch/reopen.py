@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from sigmazero.algorithms.base import Arm
 from sigmazero.engines.base import generate_in_parts
-from sigmazero.evaluate import scores_table
+from sigmazero.evaluate import finite_samples, scores_table
 from sigmazero.launch.judge import Judge
 from sigmazero.launch.local import Built, build
 from sigmazero.pictures import grid, quantized, save_png
@@ -37,7 +36,8 @@ def evaluate_run(path: Path) -> str:
         cycle = restore(built, folder)
         judge = Judge(config, built.algorithm, built.roles, built.engine, folder, fresh=True)
         judge.score_fixed()
-        judge.score_moving(cycle)
+        judge.score_moving()
+        judge.write(cycle)  # once, at the end: the former scores stay until there are new ones
         return scores_table(judge.scores)
 
 
@@ -61,20 +61,26 @@ def sample_run(
     arm = _arm(built, role, num_steps, guidance)
     texts = list(prompts) or list(DEFAULT_PROMPTS)
     requests = [_request(arm, Prompt(i, text), seed + j) for i, text in enumerate(texts) for j in range(count)]
-    decode = built.roles.model.decode
     with CycleProgress(f"sampling {arm.role}", 0, len(requests)) as progress:
         trajectories = generate_in_parts(built.engine, requests, progress.update)
-    pictures = quantized(decode(torch.stack([t.latents[-1] for t in trajectories])))
-    folder = output or path / "samples"
+    pictures = quantized(built.roles.model.decode(finite_samples(trajectories)))
+    folder = output or _next_folder(path / "samples")
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"--output: {folder} holds files already; name a new folder")
     for i, (request, picture) in enumerate(zip(requests, pictures, strict=True)):
         settings = {
             "prompt": request.prompt.text, "seed": request.seed, "run": path.name, "cycle": cycle,
             "arm": dataclasses.asdict(arm), "sigmas": request.sigmas.tolist(),
         }  # fmt: skip
         save_png(grid(picture[None], 1), folder / f"{i:05d}.png", settings)
-    columns = count if count > 1 else min(8, len(pictures))
+    columns = min(count if count > 1 else 8, 16, len(pictures))
     save_png(grid(pictures, columns, max(1, TILE // pictures.shape[-1]), 4), folder / "sheet.png")
     return folder / "sheet.png"
+
+
+def _next_folder(parent: Path) -> Path:
+    """``0000``, ``0001``, ...: the first that is not there yet."""
+    return next(p for p in (parent / f"{i:04d}" for i in itertools.count()) if not p.exists())
 
 
 def restore(built: Built, folder: RunFolder) -> int:

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sigmazero import seeds
+from sigmazero.config import ModelConfig
 from sigmazero.glyphs import SIZE, SLOTS, parse_caption
 from sigmazero.records import Conditioning
 from sigmazero.schedule import timestep
+from sigmazero.tensors import read_tensors, write_tensors
 
 SHIPPED = Path(__file__).parents[1] / "assets" / "glyph_teacher.safetensors"
 PATCH, HEAD_WIDTH = 4, 32
@@ -104,8 +104,9 @@ def _tokens(prompt: str) -> list[int]:
     return [at + (slot.index(word) if word else 0) for at, slot, word in zip(OFFSETS, SLOTS, named, strict=True)]
 
 
-def create(width: int, num_layers: int, seed: int) -> GlyphModel:
-    """An untrained model whose weights are a function of the seed."""
+def create(width: int | None, num_layers: int | None, seed: int) -> GlyphModel:
+    """An untrained model whose weights are a function of the seed; None is the size of the shipped teacher."""
+    width, num_layers = width or 128, num_layers or 4
     with seeds.weight_init(seed):
         net = GlyphNet(width, num_layers)
     net.start_as_identity()
@@ -116,8 +117,7 @@ def save(
     path: str | Path, model: GlyphModel, tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
 ) -> None:
     """Writes weights named as in ``model.net`` to a file that ``load`` reads."""
-    stored = {name: value.detach().to("cpu", dtype).contiguous() for name, value in tensors.items()}
-    save_file(stored, path, metadata=dict(model.metadata()))
+    write_tensors(Path(path), {name: value.to(dtype) for name, value in tensors.items()}, model.metadata())
 
 
 def load(path: str | Path) -> GlyphModel:
@@ -130,18 +130,30 @@ def load(path: str | Path) -> GlyphModel:
     if not path.is_file():
         raise ValueError(f"model.path: there is no weight file {path}")
     try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"model.path: {path} is not a safetensors file ({error})") from error
+        stored, metadata = read_tensors(path)
+    except ValueError as error:
+        raise ValueError(f"model.path: {error}") from None
     if metadata.get("family") != GlyphModel.family:
         raise ValueError(f"model.path: {path} says family {metadata.get('family')!r}, wanted 'glyph'")
-    config = json.loads(metadata["config"])
-    net = GlyphNet(**config)
+    try:
+        config = ModelConfig.model_validate_json(metadata.get("config", ""))
+    except ValueError as error:
+        raise ValueError(f"model.path: {path} has no usable config in its metadata: {_first_line(error)}") from None
+    if config.width is None or config.num_layers is None:
+        raise ValueError(f"model.path: {path} does not say its width and num_layers in its metadata")
+    width, num_layers = config.width, config.num_layers
+    net = GlyphNet(width, num_layers)
+    tensors = {name: value.float() for name, value in stored.items()}
     wanted = net.state_dict()
     wrong = sorted(set(wanted) ^ set(tensors)) or [n for n in wanted if wanted[n].shape != tensors[n].shape]
     if wrong:
-        raise ValueError(f"model.path: the tensors of {path} do not fit its config {config}: {', '.join(wrong[:4])}")
+        raise ValueError(f"model.path: the tensors of {path} do not fit its config: {', '.join(wrong[:4])}")
+    broken = [name for name, value in tensors.items() if not bool(torch.isfinite(value).all())]
+    if broken:
+        raise ValueError(f"model.path: {path} holds non-finite weights: {', '.join(broken[:4])}")
     net.load_state_dict(tensors)
-    return GlyphModel(net, **config)
+    return GlyphModel(net, width, num_layers)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

@@ -1,7 +1,7 @@
 """Named views of one network: full copies, or LoRA adapters over one frozen base.
 
-``requires_grad`` is set once, here, and never toggled (architecture, rule 13). A role is selected by one switch, and
-the recompute of a checkpointed forward selects the role of that forward again.
+``requires_grad`` is set once, here, and never toggled (docs/architecture.md, rule 10). A role is selected by one
+switch, and the recompute of a checkpointed forward selects the role of that forward again.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class Roles:
         self._storage: _Storage = _Adapters(model, kinds, lora, seed) if lora else _Copies(model.net, kinds)
         for role, kind in kinds.items():
             for parameter in self._storage.own(role).values():
+                parameter.data = parameter.data.float()  # masters are fp32, whatever the base is kept in (B65)
                 parameter.requires_grad_(kind == "train")
         for target, source in sources.items():
             self.average(target, source, 0.0)
@@ -165,7 +166,7 @@ class _Adapters:
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         targets = list(config.targets or model.lora_targets)
-        _check_targets(model.net, targets)
+        _check_targets(model.net, targets, config.rank)
         own_adapter = [role for role, kind in kinds.items() if kind != "frozen"]
         wrapper: peft.PeftModel | None = None  # it replaces the layers inside model.net, which stays the network
         for index, role in enumerate(own_adapter):
@@ -208,10 +209,14 @@ class _Adapters:
             layer._active_adapter = list(names)
 
 
-def _check_targets(net: nn.Module, targets: Sequence[str]) -> None:
-    linear = [name for name, module in net.named_modules() if isinstance(module, nn.Linear)]
+def _check_targets(net: nn.Module, targets: Sequence[str], rank: int) -> None:
+    linear = {name: module for name, module in net.named_modules() if isinstance(module, nn.Linear)}
     for target in targets:
-        if not any(name == target or name.endswith(f".{target}") for name in linear):
+        covered = [module for name, module in linear.items() if name == target or name.endswith(f".{target}")]
+        full = max((min(module.in_features, module.out_features) for module in covered), default=rank)
+        if rank > full:
+            raise ValueError(f"roles.lora.rank is {rank}, but {target!r} has full rank at {full}; set at most that")
+        if not covered:
             known = sorted(
                 {n.rsplit(".", 1)[-1] if not n[-1].isdigit() else ".".join(n.split(".")[-2:]) for n in linear}
             )

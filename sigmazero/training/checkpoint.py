@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from sigmazero.tensors import read_tensors, sync, write_tensors
+
 SCHEMA = 1
+_TENSORS, _STATE = "tensors.safetensors", "state.json"
 _NAME = re.compile(r"cycle-(\d{8})")
 
 
@@ -30,30 +31,38 @@ class Checkpoint:
 
 
 def save(folder: Path, cycle: int, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], keep: int) -> Path:
-    """Writes ``folder/cycle-N``, whole or not at all, then removes all but the newest ``keep``.
+    """Writes ``folder/cycle-N``, whole or not at all, then removes all but this one and the ``keep - 1`` before it.
 
     Killed at any instant, the folder holds the checkpoints that were there before or the new one as well (B24).
     """
     folder.mkdir(parents=True, exist_ok=True)
     target, aside = folder / f"cycle-{cycle:08d}", folder / f".writing-{os.getpid()}"
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
-    save_file(
-        {name: value.detach().cpu().contiguous() for name, value in tensors.items()}, aside / "tensors.safetensors"
-    )
-    description = {"schema": SCHEMA, "sha256": _digest(aside / "tensors.safetensors", numbers), "numbers": numbers}
-    (aside / "state.json").write_text(json.dumps(description, indent=1))
-    for path in (*aside.iterdir(), aside):
-        _sync(path)
-    if target.exists():
-        shutil.rmtree(target)
-    aside.rename(target)
-    _sync(folder)
-    for old in _folders(folder)[:-keep]:
-        shutil.rmtree(old)
     for left in folder.glob(".writing-*"):
         shutil.rmtree(left, ignore_errors=True)
+    aside.mkdir()
+    try:
+        write_tensors(aside / _TENSORS, tensors)
+        description = {"schema": SCHEMA, "sha256": _digest(aside / _TENSORS, numbers), "numbers": numbers}
+        (aside / _STATE).write_text(json.dumps(description, indent=1))
+        sync(aside / _STATE)
+        sync(aside)
+        if target.exists():
+            shutil.rmtree(target)
+        aside.rename(target)
+    except OSError:
+        shutil.rmtree(aside, ignore_errors=True)  # leaves the room on a full disk to the user
+        raise
+    sync(folder)
+    _prune(folder, target, keep)
     return target
+
+
+def _prune(folder: Path, newest: Path, keep: int) -> None:
+    """Removes all but ``keep``. One of a later cycle is of a future that this run did not come from: it was damaged."""
+    found = _folders(folder)
+    at = found.index(newest) + 1
+    for old in (*found[: max(0, at - keep)], *found[at:]):
+        shutil.rmtree(old)
 
 
 def load_newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -74,13 +83,13 @@ def load(path: Path) -> Checkpoint:
         ValueError: a file is missing, damaged, of another schema, or its hash differs from the one written.
     """
     try:
-        description = json.loads((path / "state.json").read_text())
+        description = json.loads((path / _STATE).read_text())
         if description["schema"] != SCHEMA:
             raise ValueError(f"checkpoint {path} has schema {description['schema']}, this version reads {SCHEMA}")
-        if _digest(path / "tensors.safetensors", description["numbers"]) != description["sha256"]:
+        if _digest(path / _TENSORS, description["numbers"]) != description["sha256"]:
             raise ValueError(f"checkpoint {path} is damaged: its tensors or numbers are not what was written")
-        return Checkpoint(load_file(path / "tensors.safetensors"), description["numbers"], path)
-    except (OSError, KeyError, TypeError, json.JSONDecodeError, SafetensorError) as error:
+        return Checkpoint(read_tensors(path / _TENSORS)[0], description["numbers"], path)
+    except (OSError, KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"checkpoint {path} cannot be read: {error}") from None
 
 
@@ -96,11 +105,3 @@ def _digest(path: Path, numbers: Mapping[str, Any]) -> str:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -39,10 +39,11 @@ class RunFolder:
         return self.path / "evaluation"
 
     def __enter__(self) -> RunFolder:
-        if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"output: {self.path} is a file; name a folder")
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.path / _LOCK).open("a")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / _LOCK).open("a")
+        except (OSError, ValueError) as error:  # ValueError: a NUL character
+            raise ValueError(f"output: {str(self.path)!r} cannot be a run folder ({error}); name another") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -32,6 +32,11 @@ class RoleOptimizer:
     def __init__(self, role: str, parameters: dict[str, Tensor], config: OptimizerConfig, num_steps: int) -> None:
         if not any(p.requires_grad for p in parameters.values()):
             raise ValueError(f"role {role!r} has no trainable parameter")
+        if config.warmup_steps >= max(num_steps, 1):
+            raise ValueError(
+                f"optimizers.{role}.warmup_steps is {config.warmup_steps}, but the run has only {num_steps} steps of "
+                "this role: the learning rate would never be reached"
+            )
         self.role, self.parameters, self.config, self.num_steps, self.steps = role, parameters, config, num_steps, 0
         self._adam = torch.optim.AdamW(
             list(parameters.values()), lr=config.lr, betas=config.betas, eps=config.eps,

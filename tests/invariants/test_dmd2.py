@@ -70,7 +70,7 @@ def test_fake_equal_to_teacher_without_guidance_gives_zero_gradient(dmd2: MakeRu
 
 @STORAGES
 @pytest.mark.parametrize("phase", [1, 2], ids=["student", "fake_score"])
-def test_b46_micro_batches_and_row_order_change_nothing(dmd2: MakeRun, storage: dict[str, Any], phase: int) -> None:
+def test_b46_b53_micro_batches_and_row_order_change_nothing(dmd2: MakeRun, storage: dict[str, Any], phase: int) -> None:
     """Also ragged ones (B53): 7 rows as 7, 3+3+1, 4+3, 1 each, reversed."""
     built = build(dmd2({"data.batch_size": 7, **storage}))
     built.trainer.run_cycle()  # the fake score differs from the teacher now
@@ -265,3 +265,30 @@ def test_a_seed_is_a_run(dmd2: MakeRun) -> None:
     assert_equal(first, weights_of(run(dmd2(), 2)[0]))
     other = weights_of(run(dmd2({"seed": 1}), 2)[0])
     assert any(not torch.equal(first[n], other[n]) for n in first)
+
+
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        ("return (), (1,)", r"a step strategy returns \(sde, ret, stop\)"),
+        ("return (), (num_steps,), None", "dmd2 needs a stop"),
+        ("return None, (1,), 0", "dmd2 needs a stop"),
+        ("return None, (0, 1), -1", "stop is"),
+        ("return 1 / 0", "division by zero"),
+    ],
+)
+def test_b50_a_strategy_that_cannot_work_is_named_before_anything_is_loaded(
+    dmd2: MakeRun, tmp_path: Path, body: str, complaint: str
+) -> None:
+    plugin = tmp_path / "broken.py"
+    plugin.write_text(f"def plan(sample, num_steps, seed):\n    {body}\n")
+    name = f"{plugin}:plan"
+    config = dmd2({"plugins": [name], "algorithm.step_strategy": name, "model.path": "nowhere.safetensors"})
+    with pytest.raises(ValueError, match=complaint) as caught:
+        build(config)
+    assert "algorithm.step_strategy" in str(caught.value)
+
+
+def test_b15_a_strategy_of_another_kind_is_refused_with_what_dmd2_takes(dmd2: MakeRun) -> None:
+    with pytest.raises(ValueError, match=r"'sde_window'; dmd2 takes 'stop_at_random_step', or a function of yours"):
+        build(dmd2({"algorithm.step_strategy": "sde_window"}))

@@ -13,6 +13,7 @@ from torch import Tensor
 from sigmazero import seeds
 from sigmazero.models import glyph
 from sigmazero.schedule import add_noise, x0_from_velocity
+from sigmazero.tensors import write_tensors
 
 
 def test_b03_the_embedding_is_fed_the_exact_timestep_in_half_precision(weights: Path) -> None:
@@ -123,3 +124,37 @@ def test_the_shipped_teacher_loads_and_is_at_most_10_megabytes() -> None:
     model = glyph.load(glyph.SHIPPED)
     assert 2e6 < sum(p.numel() for p in model.net.parameters()) < 5e6
     assert {p.dtype for p in model.net.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        (None, "no usable config"),
+        ("{", "no usable config"),
+        ("[1]", "no usable config"),
+        ('{"w": 1}', "no usable config"),
+        ('{"width": "a", "num_layers": 2}', "no usable config"),
+        ('{"width": 0, "num_layers": 2}', "no usable config"),
+        ('{"width": 32}', "does not say its width and num_layers"),
+        ('{"width": 64, "num_layers": 2}', "do not fit its config"),
+    ],
+)
+def test_a_file_with_odd_metadata_is_refused_by_name(
+    weights: Path, tmp_path: Path, config: str | None, complaint: str
+) -> None:
+    metadata = {"family": "glyph"} | ({"config": config} if config is not None else {})
+    path = tmp_path / "odd.safetensors"
+    write_tensors(path, dict(glyph.load(weights).net.state_dict()), metadata)
+    with pytest.raises(ValueError, match=complaint) as caught:
+        glyph.load(path)
+    assert "odd.safetensors" in str(caught.value)
+
+
+def test_a_file_with_non_finite_weights_is_refused(weights: Path, tmp_path: Path) -> None:
+    model = glyph.load(weights)
+    tensors = {
+        name: value * float("nan") if name == "text.weight" else value for name, value in model.net.state_dict().items()
+    }
+    glyph.save(tmp_path / "nan.safetensors", model, tensors)
+    with pytest.raises(ValueError, match=r"non-finite weights: text\.weight"):
+        glyph.load(tmp_path / "nan.safetensors")

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
+from sigmazero import tensors
 from sigmazero.training import checkpoint
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([1.5], dtype=torch.float64)}
@@ -38,13 +40,13 @@ def test_only_the_newest_are_kept_and_nothing_else_is_touched(tmp_path: Path) ->
 def test_b24_a_damaged_newest_one_is_passed_over_by_name(tmp_path: Path, harm: str) -> None:
     write(tmp_path, 1)
     newest = write(tmp_path, 2)
-    tensors, state = newest / "tensors.safetensors", newest / "state.json"
+    data_file, state = newest / "tensors.safetensors", newest / "state.json"
     if harm == "truncate":
-        tensors.write_bytes(tensors.read_bytes()[:-4])
+        data_file.write_bytes(data_file.read_bytes()[:-4])
     elif harm == "flip":
-        data = bytearray(tensors.read_bytes())
+        data = bytearray(data_file.read_bytes())
         data[-1] ^= 1
-        tensors.write_bytes(bytes(data))
+        data_file.write_bytes(bytes(data))
     elif harm == "half json":
         state.write_text(state.read_text()[:20])
     elif harm == "number":
@@ -52,7 +54,7 @@ def test_b24_a_damaged_newest_one_is_passed_over_by_name(tmp_path: Path, harm: s
     elif harm == "schema":
         state.write_text(state.read_text().replace('"schema": 1', '"schema": 99'))
     else:
-        (state if harm == "no state" else tensors).unlink()
+        (state if harm == "no state" else data_file).unlink()
     found, refused = checkpoint.load_newest(tmp_path)
     assert found is not None
     assert found.numbers == {"cycle": 1}
@@ -60,7 +62,7 @@ def test_b24_a_damaged_newest_one_is_passed_over_by_name(tmp_path: Path, harm: s
     assert "cycle-00000002" in refused[0]
 
 
-@pytest.mark.parametrize("where", ["save_file", "_sync", "rename"])
+@pytest.mark.parametrize("where", ["write_tensors", "sync", "rename"])
 def test_b24_a_save_that_fails_half_way_leaves_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -86,13 +88,13 @@ def test_b24_the_marker_comes_last_and_pruning_after_it(tmp_path: Path, monkeypa
     """At every step of a save, the folder holds a checkpoint that verifies."""
     write(tmp_path, 1, keep=1)
     seen: list[bool] = []
-    inner = checkpoint._sync
+    inner = checkpoint.sync
 
     def look(path: Path) -> None:
         seen.append(any((p / "state.json").is_file() for p in checkpoint._folders(tmp_path)))
         inner(path)
 
-    monkeypatch.setattr(checkpoint, "_sync", look)
+    monkeypatch.setattr(checkpoint, "sync", look)
     write(tmp_path, 2, keep=1)
     assert len(seen) >= 3
     assert all(seen)
@@ -120,3 +122,28 @@ def test_b49_a_pickle_in_place_of_tensors_is_refused_and_not_run(tmp_path: Path)
     with pytest.raises(ValueError, match="cannot be read"):
         checkpoint.load(newest)
     assert not marker.exists()
+
+
+def test_b24_going_on_from_before_damaged_ones_keeps_what_is_saved_then(tmp_path: Path) -> None:
+    """Newest two damaged, resumed from an older one: the next save stays, also with keep=1."""
+    for cycle in (2, 4, 6):
+        write(tmp_path, cycle, keep=3)
+    for cycle in (4, 6):
+        (tmp_path / f"cycle-{cycle:08d}" / "tensors.safetensors").write_bytes(b"no")
+    assert write(tmp_path, 3, keep=1).is_dir()
+    assert [p.name for p in tmp_path.iterdir()] == ["cycle-00000003"]
+
+
+def test_b24_a_full_disk_is_an_error_of_the_system_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """safetensors has an error of its own for it; a user gets the path in one line."""
+    write(tmp_path, 1)
+
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr(tensors, "save_file", full)
+    with pytest.raises(OSError, match=r"tensors\.safetensors cannot be written.*No space left"):
+        write(tmp_path, 2)
+    assert [p.name for p in tmp_path.iterdir()] == ["cycle-00000001"]

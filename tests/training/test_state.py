@@ -74,3 +74,8 @@ def test_b11_missing_or_unknown_moments_are_refused() -> None:
 def test_b29_a_role_without_trainable_weights_is_refused() -> None:
     with pytest.raises(ValueError, match="no trainable parameter"):
         optimizer(torch.ones(2))
+
+
+def test_a_warm_up_longer_than_the_run_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"optimizers\.student\.warmup_steps is 10, but the run has only 10 steps"):
+        optimizer(torch.ones(2, requires_grad=True), warmup_steps=10)
