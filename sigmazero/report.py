@@ -41,7 +41,7 @@ DISTANCE_TO_REAL = 2.5  # flow matching: fd_feat over that of fresh real picture
 METRICS = {
     "read_accuracy": "share of pictures in which a reader finds everything that the caption names; higher is better",
     "fd_feat": "Fréchet distance of reader features to those of fresh real pictures; lower is better, and the value of "
-    "the real pictures is the floor",
+    "the real pictures (mean, lowest and highest of several draws) is the floor",
     "diversity": "mean distance in reader features between pictures of one caption; higher is more varied, and the "
     "value of the real pictures is the one to keep",
     "drift": "mean difference from real pictures in channel means, contrast and saturation; lower is better",
