@@ -410,6 +410,7 @@ def test_out_of_memory_is_one_line(recipe: Path, call: Call, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
+        (("--prompt", " "), ("--prompt is empty",)),
         (("--role", "fake_score"), ("'fake_score'", "student, student_ema, teacher")),
         (("--role", "nobody"), ("'nobody'", "student, student_ema, teacher")),
         (("--prompt", "a cat"), ("'a cat'", "the number NN")),

@@ -56,6 +56,8 @@ def sample_run(
     Raises:
         ValueError: it is no run folder, has no checkpoint, the role is unknown, or the family cannot read a prompt.
     """
+    if not all(text.strip() for text in prompts):
+        raise ValueError("--prompt is empty; write what the picture should show, or leave the option out")
     built = build(read_config(path))
     cycle = restore(built, RunFolder(path))
     arm = _arm(built, role, num_steps, guidance)
