@@ -23,7 +23,8 @@ Shift = Annotated[float, Field(ge=0.001, le=1000)]  # of a sigma grid
 
 
 class ModelConfig(_Settings):
-    """Which network: ``path`` is a weight file, ``shipped`` (the family's own) or ``random`` (untrained)."""
+    """Which network: ``path`` is a weight file, ``random`` (untrained), or one of the family's own: ``shipped`` (the
+    teacher) and ``half_trained`` (where online RL starts)."""
 
     family: Literal["glyph"] = "glyph"
     path: str = "shipped"
@@ -57,10 +58,101 @@ class RolesConfig(_Settings):
 
 
 class DataConfig(_Settings):
-    """``prompts``: ``glyphs`` (endless captions of the train split) or a text file with one prompt a line."""
+    """``prompts``: ``glyphs`` (endless captions of the train split) or a .txt, .jsonl, .csv or .parquet file."""
 
     prompts: str = "glyphs"
     batch_size: int = Field(default=32, ge=1, le=65536)  # samples a cycle
+
+
+class RolloutConfig(_Settings):
+    """What online RL makes of a cycle's samples before it trains on them."""
+
+    group_size: int = Field(default=8, ge=1, le=65536)  # samples of one prompt
+    max_refills: int = Field(default=0, ge=0, le=1000)  # times that dead groups are replaced; 0: they stay
+    dump_every: int = Field(default=0, ge=0)  # cycles between rollouts that are kept in the run folder; 0: none
+    replay: str = ""  # a folder of dumped rollouts to train on instead of sampling
+    max_failed: float = Field(default=0.2, ge=0, le=1)  # share of samples without a score beyond which the run stops
+
+
+class _Reward(_Settings):
+    """``weight`` 0 watches a reward without optimising it; a reward of several named parts takes a weight for each."""
+
+    weight: float | dict[str, float] = 1.0
+    normalize: Literal["none", "batch"] = "none"  # batch: to zero mean and unit deviation over the cycle, before weight
+    batch_size: int = Field(default=32, ge=1, le=65536)  # pictures a call
+    time_limit: float = Field(default=60.0, gt=0, le=86_400)  # seconds a call
+    workers: int = Field(default=1, ge=1, le=64)  # calls at once
+
+    @property
+    def optimised(self) -> bool:
+        weights = self.weight.values() if isinstance(self.weight, dict) else [self.weight]
+        return any(weights)
+
+
+class OcrRewardConfig(_Reward):
+    """The wanted text as PP-OCR reads it (extra ``ocr``)."""
+
+    kind: Literal["ocr"]
+    score: Literal["edit", "exact", "log_likelihood"] = "edit"
+
+
+class JpegRewardConfig(_Reward):
+    """Size of the picture as JPEG, in kB: negative for ``compressible``."""
+
+    kind: Literal["jpeg"]
+    goal: Literal["compressible", "incompressible"] = "compressible"
+    quality: int = Field(default=95, ge=1, le=100)
+
+
+class ColourRewardConfig(_Reward):
+    """Whether the colours that the prompt names are in the picture."""
+
+    kind: Literal["colour"]
+
+
+class ClipRewardConfig(_Reward):
+    """CLIP score or PickScore: ``path`` is a local folder of a CLIP model, or its hub id."""
+
+    kind: Literal["clip", "pickscore"]
+    path: str = Field(min_length=1)
+
+
+class AestheticRewardConfig(_Reward):
+    """A head over CLIP picture features: ``path`` as for ``clip``, ``head`` a safetensors file of its linear layers."""
+
+    kind: Literal["aesthetic"]
+    path: str = Field(min_length=1)
+    head: str = Field(min_length=1)
+
+
+class RemoteRewardConfig(_Reward):
+    """A scorer behind HTTP; ``token_variable`` names the environment variable that holds its bearer token."""
+
+    kind: Literal["remote"]
+    url: str = Field(pattern=r"^https?://[^\s]+$")
+    retries: int = Field(default=3, ge=0, le=100)
+    try_limit: float = Field(default=15.0, gt=0, le=86_400)  # seconds a try; time_limit holds them all and the waits
+    token_variable: str = ""
+
+
+class FunctionRewardConfig(_Reward):
+    """A function of your own that is also listed under plugins, and the form of the pictures it gets."""
+
+    kind: Literal["function"]
+    function: str = Field(min_length=1)
+    layout: Literal["chw_float", "hwc_uint8", "pil"] = "chw_float"
+    size: tuple[Annotated[int, Field(ge=1, le=8192)], Annotated[int, Field(ge=1, le=8192)]] | None = (
+        None  # height, width
+    )
+
+
+RewardConfig = Annotated[
+    Union[
+        OcrRewardConfig, JpegRewardConfig, ColourRewardConfig, ClipRewardConfig, AestheticRewardConfig,
+        RemoteRewardConfig, FunctionRewardConfig,
+    ],
+    Field(discriminator="kind"),
+]  # fmt: skip
 
 
 class SigmaConfig(_Settings):
@@ -123,7 +215,151 @@ class DMD2Config(_Settings):
         return self
 
 
-AlgorithmConfig = Annotated[Union[FlowMatchingConfig, DMD2Config], Field(discriminator="name")]
+class AdvantageConfig(_Settings):
+    """``(r - mean of the group) / (std + 1e-4)``, clamped to +-``clamp`` (math §4). ``std`` none: Dr.GRPO."""
+
+    std: Literal["group", "batch", "none"] = "group"
+    clamp: float = Field(default=5.0, gt=0)
+
+
+class StepsConfig(_Settings):
+    """Which steps of a rollout are stochastic, and so scored and trained.
+
+    ``all`` is every step but the last; ``window`` draws ``count`` neighbouring ones, ``choice`` any ``count`` of
+    ``candidates``, ``moving_window`` goes through the range, on by one every ``move_every`` cycles. Windows lie in
+    ``range`` (step indices, the end excluded) or ``sigmas`` (lowest and highest sigma that a step may start at).
+    """
+
+    strategy: str = "all"
+    count: int | None = Field(default=None, ge=1)
+    range: tuple[int, int] | None = None
+    sigmas: tuple[float, float] | None = None
+    candidates: tuple[int, ...] | None = None
+    move_every: int | None = Field(default=None, ge=1)
+    shared: Literal["sample", "group", "cycle"] | None = None  # who shares a draw; null: the cycle
+
+    @model_validator(mode="after")
+    def _fits(self) -> StepsConfig:
+        takes = {
+            "all": (),
+            "window": ("count", "range", "sigmas", "shared"),
+            "moving_window": ("count", "range", "sigmas", "move_every"),
+            "choice": ("count", "candidates", "shared"),
+        }.get(self.strategy, ())
+        for name in ("count", "range", "sigmas", "candidates", "move_every", "shared"):
+            if getattr(self, name) is not None and name not in takes:
+                raise ValueError(f"{name} does nothing with strategy {self.strategy!r}; leave it out")
+        for name in {"count", "candidates", "move_every"} & set(takes):
+            if getattr(self, name) is None:
+                raise ValueError(f"strategy {self.strategy!r} needs {name}")
+        if self.range is not None and self.sigmas is not None:
+            raise ValueError("range and sigmas both bound the window; give one of them")
+        return self
+
+
+class FlowGRPOConfig(_Settings):
+    """Coupled online RL on recorded transitions (arXiv 2505.05470)."""
+
+    name: Literal["flow_grpo"]
+    num_steps: int = Field(default=10, ge=1, le=1000)
+    shift: Shift = 3.0
+    kind: str = "sde"  # sde, cps, dance, or a registered kernel of yours
+    eta: float = Field(default=0.7, ge=0)
+    guidance: float = Field(default=1.0, ge=0, le=1000)  # of the policy, in rollout, training and evaluation
+    steps: StepsConfig = StepsConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    clip: float = Field(default=1e-4, gt=0)
+    ratio: Literal["log_prob", "guard"] = "log_prob"  # guard: GRPO-Guard's
+    score: Literal["gaussian", "no_constants"] = "gaussian"  # no_constants: -mean (y - mu)^2, as FlowCPS
+    updates: int = Field(default=1, ge=1, le=10_000)  # optimizer steps an epoch over the rollout
+    epochs: int = Field(default=1, ge=1, le=1000)
+    old_log_prob: Literal["trainer", "rollout"] = "trainer"  # whose, where a rollout gives several optimizer steps
+    kl_weight: float = Field(default=0.0, ge=0)  # of the KL to the start; 0: no call of the reference in training
+    kl_form: Literal["gaussian", "flow_grpo"] = "gaussian"
+    kl_every: int = Field(default=10, ge=0)  # cycles between measurements of the KL; 0: never
+    ema_decay: float = Field(default=0.9, ge=0, lt=1)
+    evaluation_steps: int | None = Field(default=None, ge=1, le=1000)  # null: num_steps
+
+    @model_validator(mode="after")
+    def _coupled(self) -> FlowGRPOConfig:
+        if self.kind == "ode" or self.eta == 0:
+            raise ValueError(
+                f"kind is {self.kind!r} and eta {self.eta}: a rollout without noise has no log-probability to train "
+                "on; set kind to sde, cps or dance and eta above 0, or use nft"
+            )
+        if self.kind == "cps" and self.eta > 1:
+            raise ValueError(f"eta is {self.eta}; with cps it lies in (0, 1]")
+        if self.ratio == "guard" and self.score != "gaussian":
+            raise ValueError("score does nothing with ratio guard, which compares means; leave it out")
+        if self.old_log_prob == "rollout" and (self.ratio == "guard" or self.score != "gaussian"):
+            raise ValueError(
+                "old_log_prob is 'rollout', but rollouts record the normal density and no means; set 'trainer'"
+            )
+        if self.updates * self.epochs == 1 and self.old_log_prob != "trainer":
+            raise ValueError("old_log_prob does nothing with one optimizer step a rollout: the ratio is exactly 1")
+        return self
+
+
+class OldDecayConfig(_Settings):
+    """Of the old policy, n optimizer steps in: ``min(slope * max(n - start, 0), cap)`` (math §5)."""
+
+    start: int = Field(default=0, ge=0)
+    slope: float = Field(default=0.001, ge=0)
+    cap: float = Field(default=0.5, ge=0, lt=1)
+
+
+class _Decoupled(_Settings):
+    """Online RL that needs the sample alone: deterministic rollouts, training at drawn sigmas."""
+
+    num_steps: int = Field(default=10, ge=1, le=1000)
+    shift: Shift = 3.0
+    timesteps: Literal["stratified", "full"] = "stratified"  # full: those of the rollout's grid
+    num_timesteps: int | None = Field(default=None, ge=1, le=1000)  # stratified: how many; null: num_steps
+    advantage: AdvantageConfig = AdvantageConfig()
+    updates: int = Field(default=1, ge=1, le=10_000)  # optimizer steps a rollout
+    ema_decay: float = Field(default=0.9, ge=0, lt=1)
+    evaluation_steps: int | None = Field(default=None, ge=1, le=1000)  # null: num_steps
+
+    @model_validator(mode="after")
+    def _counted(self) -> _Decoupled:
+        if self.timesteps == "full" and self.num_timesteps is not None:
+            raise ValueError("num_timesteps does nothing with timesteps full; leave it out")
+        return self
+
+
+class NFTConfig(_Decoupled):
+    """DiffusionNFT (arXiv 2509.16117): the engine samples the old policy."""
+
+    name: Literal["nft"]
+    beta: float = Field(default=1.0, gt=0)
+    advantage_range: float = Field(default=5.0, gt=0)  # c
+    kl_weight: float = Field(default=0.0, ge=0)  # k, of the distance to the start; 0: the reference is not called
+    old_decay: OldDecayConfig = OldDecayConfig()
+
+
+class AWMConfig(_Decoupled):
+    """Advantage-weighted matching (arXiv 2509.25050): on-policy, the loss of flow matching times the advantage."""
+
+    name: Literal["awm"]
+
+
+class BestOfGroupConfig(_Decoupled):
+    """Flow matching on the best sample of each group."""
+
+    name: Literal["best_of_group"]
+
+
+class DPOConfig(_Decoupled):
+    """Diffusion-DPO (arXiv 2311.12908) on the best and the worst sample of each group, online."""
+
+    name: Literal["dpo"]
+    beta: float = Field(default=100.0, gt=0)
+
+
+AlgorithmConfig = Annotated[
+    Union[FlowMatchingConfig, DMD2Config, FlowGRPOConfig, NFTConfig, AWMConfig, BestOfGroupConfig, DPOConfig],
+    Field(discriminator="name"),
+]
 
 
 class OptimizerConfig(_Settings):
@@ -180,6 +416,8 @@ class RunConfig(_Settings):
     model: ModelConfig = ModelConfig()
     roles: RolesConfig = RolesConfig()
     data: DataConfig = DataConfig()
+    rollout: RolloutConfig | None = None  # online RL only; null: its defaults
+    rewards: dict[str, RewardConfig] = Field(default_factory=dict)
     algorithm: AlgorithmConfig
     optimizers: dict[str, OptimizerConfig] = Field(default_factory=dict)
     training: TrainingConfig = TrainingConfig()
@@ -201,7 +439,8 @@ class RunConfig(_Settings):
                 )
             if self.evaluate.shift is not None:
                 raise ValueError("evaluate.shift is of dmd2's student; for flow_matching set algorithm.shift")
-        named = {self.algorithm.step_strategy} if isinstance(self.algorithm, DMD2Config) else set[str]()
+        self._check_rewarded()
+        named = self._named_plugins()
         for plugin in self.plugins:
             if plugin not in named:
                 raise ValueError(f"plugins lists {plugin!r}, but no setting names it, so it would do nothing")
@@ -216,6 +455,55 @@ class RunConfig(_Settings):
                 raise ValueError(f"optimizers.{role} is missing: {self.algorithm.name} trains {', '.join(trained)}")
         return self
 
+    def _named_plugins(self) -> set[str]:
+        """Settings that may name a function of the user."""
+        named = {r.function for r in self.rewards.values() if isinstance(r, FunctionRewardConfig)}
+        if isinstance(self.algorithm, DMD2Config):
+            named.add(self.algorithm.step_strategy)
+        if isinstance(self.algorithm, FlowGRPOConfig):
+            named |= {self.algorithm.kind, self.algorithm.steps.strategy}
+        return named
+
+    def _check_rewarded(self) -> None:
+        """Rewards are given where they are used, and groups fit the batch."""
+        name, rollout = self.algorithm.name, self.rollout or RolloutConfig()
+        if name not in REWARDED:
+            if self.rewards or self.rollout is not None:
+                given = "rewards" if self.rewards else "rollout"
+                raise ValueError(f"{given} is set, but {name} learns from no reward, so it would do nothing")
+            return
+        if self.evaluate.shift is not None:
+            raise ValueError(f"evaluate.shift is of dmd2's student; for {name} set algorithm.shift")
+        for reward in self.rewards:
+            if not reward.isidentifier():
+                raise ValueError(f"rewards.{reward}: a reward's name is letters, digits and underscores")
+        if not any(reward.optimised for reward in self.rewards.values()):
+            raise ValueError(
+                f"rewards: {name} needs at least one reward with a weight that is not 0, for example "
+                "rewards.ocr.kind=ocr"
+            )
+        if self.data.batch_size % rollout.group_size:
+            raise ValueError(
+                f"data.batch_size is {self.data.batch_size} and rollout.group_size {rollout.group_size}: a cycle holds "
+                "whole groups; set batch_size to a multiple"
+            )
+        if rollout.group_size == 1:
+            raise ValueError("rollout.group_size is 1: a group of one has no advantage; set at least 2")
+        if rollout.replay and rollout.max_refills:
+            raise ValueError("rollout.max_refills does nothing with rollout.replay, which samples nothing")
+        needs_means = getattr(self.algorithm, "ratio", "") == "guard"
+        if rollout.replay and (needs_means or getattr(self.algorithm, "score", "gaussian") != "gaussian"):
+            raise ValueError(
+                "rollout.replay: a rollout records the normal density and no means; set algorithm.ratio to log_prob "
+                "and algorithm.score to gaussian"
+            )
+        updates = getattr(self.algorithm, "updates", 1)
+        if updates > self.data.batch_size:
+            raise ValueError(
+                f"algorithm.updates is {updates}, more than data.batch_size, {self.data.batch_size}: an update "
+                "would have no sample"
+            )
+
     def identity(self) -> dict[str, Any]:
         """What makes two runs the same run: everything but where it is written and how it is watched."""
         values = self.model_dump(mode="json", exclude={"output", "overwrite"})
@@ -228,7 +516,13 @@ class RunConfig(_Settings):
 TRAINED_ROLES: dict[str, tuple[str, ...]] = {
     "flow_matching": ("student",),
     "dmd2": ("student", "fake_score"),
+    "flow_grpo": ("policy",),
+    "nft": ("policy",),
+    "awm": ("policy",),
+    "best_of_group": ("policy",),
+    "dpo": ("policy",),
 }
+REWARDED = ("flow_grpo", "nft", "awm", "best_of_group", "dpo")  # algorithms that learn from rewards
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -319,6 +613,8 @@ def _explain(error: Any, values: Mapping[str, Any]) -> str:
     at = [str(part) for part in error["loc"]]
     if at[:1] == ["algorithm"] and len(at) > 1 and at[1] in tags:
         del at[1]  # the name of the union's member
+    if at[:1] == ["rewards"] and len(at) > 2 and at[2] in _REWARDS:
+        del at[2]
     key = ".".join(at)
     kind, given = error["type"], error.get("input")
     if kind == "extra_forbidden":
@@ -330,6 +626,9 @@ def _explain(error: Any, values: Mapping[str, Any]) -> str:
         return f"unknown key {key!r} (given {given!r})" + (f"; did you mean {near!r}?" if near else "")
     if kind == "missing":
         return f"{key} is missing"
+    if kind in ("union_tag_invalid", "union_tag_not_found") and at[0] == "rewards":
+        given_kind = given.get("kind") if isinstance(given, Mapping) else given
+        return f"{key}.kind is {given_kind!r}; known are {', '.join(sorted(_REWARDS))}"
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         return f"algorithm.name is {(given or {}).get('name')!r}; known are {', '.join(sorted(tags))}"
     message = error["msg"].removeprefix("Value error, ")
@@ -360,8 +659,18 @@ def _keys(model: type[BaseModel], values: Mapping[str, Any], prefix: str = "") -
             for role in TRAINED_ROLES.get(str(chosen_name), ()):
                 yield f"{prefix}{name}.{role}"
                 yield from _keys(OptimizerConfig, {}, f"{prefix}{name}.{role}.")
+        elif name == "rewards":
+            for reward, settings in here.items():
+                kind = settings.get("kind") if isinstance(settings, Mapping) else None
+                yield from _keys(_REWARDS.get(str(kind), _Reward), {}, f"{prefix}{name}.{reward}.")
         elif _is_settings(inner):
             yield from _keys(inner, here, f"{prefix}{name}.")
+
+
+# Reward settings by the kinds that name them.
+_REWARDS: dict[str, type[_Reward]] = {
+    kind: c for c in get_args(get_args(RewardConfig)[0]) for kind in get_args(c.model_fields["kind"].annotation)
+}
 
 
 def _is_settings(kind: Any) -> bool:

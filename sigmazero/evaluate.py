@@ -24,9 +24,10 @@ from torch import Tensor
 from sigmazero import glyphs, seeds
 from sigmazero.algorithms.base import Arm
 from sigmazero.config import EvaluateConfig
+from sigmazero.data import glyph_prompt
 from sigmazero.engines.base import Engine, generate_in_parts
 from sigmazero.reader import Reader, agrees
-from sigmazero.records import Prompt, RolloutRequest, Trajectory
+from sigmazero.records import RolloutRequest, Trajectory
 from sigmazero.schedule import sigma_grid
 from sigmazero.strategies import ode_and_return_last
 
@@ -60,6 +61,7 @@ class Evaluator:
         ]
         each = config.samples_per_caption
         self.captions = [caption for caption in drawn[: config.num_captions] for _ in range(each)]
+        self.prompts = [glyph_prompt(i, caption) for i, caption in enumerate(self.captions)]
         first = _FIRST_PICTURE + len(self.captions)
         reference = drawn[config.num_captions :]
         pictures = glyphs.pictures_of(reference, range(first, first + len(reference)), config.seed)
@@ -95,10 +97,9 @@ class Evaluator:
         plan = plan._replace(sde=None)  # every step is of the arm's kind
         requests = [
             RolloutRequest(
-                i, _CYCLE, Prompt(i, str(caption)), arm.role, sigmas, arm.kind, arm.eta, arm.guidance,
-                self.config.seed, plan,
+                i, _CYCLE, prompt, arm.role, sigmas, arm.kind, arm.eta, arm.guidance, self.config.seed, plan,
             )
-            for i, caption in enumerate(self.captions[:count])
+            for i, prompt in enumerate(self.prompts[:count])
         ]  # fmt: skip
         return decode(finite_samples(generate_in_parts(engine, requests, after)))
 
@@ -122,6 +123,18 @@ class Evaluator:
             "diversity": _metric(spread.mean().item(), [spread[pick].mean().item() for pick in picks]),
             "drift": _distance(self._drift(look), [self._drift(look[row]) for row in rows]),
         }
+
+    def rewards(self, values: Mapping[str, Tensor]) -> dict[str, Metric]:
+        """Means of rewards over pictures of the captions, in the captions' order; nan: no value, left out."""
+        each = self.config.samples_per_caption
+        found: dict[str, Metric] = {}
+        for name, value in values.items():
+            rows = value.reshape(-1, each)
+            picks = [rows[self._resample(len(rows), i)] for i in range(self.config.bootstrap)]
+            means = [draw.nanmean().item() for draw in picks if not bool(draw.isnan().all())]
+            if means and not bool(rows.isnan().all()):
+                found[name] = _metric(rows.nanmean().item(), means)
+        return found
 
     def _resample(self, num: int, i: int) -> Tensor:
         return torch.from_numpy(seeds.generator(self.config.seed, "bootstrap", i).integers(num, size=num))
@@ -159,9 +172,11 @@ def frechet_distance(a: Tensor, b: Tensor) -> float:
 
 def scores_table(scores: Mapping[str, Mapping[str, Metric]]) -> str:
     """Arms down, metrics across, each with its interval, as text."""
-    lines = [f"{'':14}" + "".join(f"{name:>30}" for name in METRICS)]
+    names = [*METRICS, *dict.fromkeys(n for metrics in scores.values() for n in metrics if n not in METRICS)]
+    lines = [f"{'':14}" + "".join(f"{name:>30}" for name in names)]
     for arm, metrics in scores.items():
-        cells = [f"{m.mean:.3f} [{m.low:.3f}, {m.high:.3f}]" for m in (metrics[name] for name in METRICS)]
+        found = [metrics.get(name) for name in names]
+        cells = [f"{m.mean:.3f} [{m.low:.3f}, {m.high:.3f}]" if m else "" for m in found]
         lines.append(f"{arm:14}" + "".join(f"{cell:>30}" for cell in cells))
     return "\n".join(lines)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class Prompt:
 
     id: int  # groups go by it, never by the text
     text: str
-    metadata: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    metadata: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # plain JSON values
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ class RolloutRequest:
     seed: int
     plan: StepPlan
     feed: str = "rollout"  # the batch that its row belongs to
+    group: int = 0  # made when prompts are drawn: samples that are compared with one another share it
+    debug: bool = False  # the velocities come back too
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ class Trajectory:
     latent_indices: tuple[int, ...]  # R true indices, ascending
     sigmas: Tensor  # fp32 [K+1], exactly those sampled with; a stopped rollout ends in 0 after step ``stop``
     log_prob: Tensor  # fp32 [K], element means; nan where the step was deterministic
-    version: int  # optimizer steps of the policy when it sampled
+    version: int  # optimizer steps of the policy when it sampled; -1: replayed, of a policy that is gone
+    velocities: Tensor | None = None  # [K, *latent shape], as guided, where the request asked for them
 
     def latent(self, index: int) -> Tensor:
         """The latent at a true step index, never at a position.
@@ -101,6 +104,17 @@ class Trajectory:
         if index not in self.latent_indices:
             raise ValueError(f"latent {index} of sample {self.request.sample} did not come back: {self.latent_indices}")
         return self.latents[self.latent_indices.index(index)]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What rewards say of samples: values by reward (``ocr``, or ``mine/part``), nan where there is none.
+
+    ``Scores({"ocr": [1., nan]}, total=[1., nan])``.
+    """
+
+    values: Mapping[str, Tensor]  # fp64 [b] each
+    total: Tensor  # fp64 [b], the weighted sum that is optimised; nan: leave the sample out of everything
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ class _Row:
 
     latents: dict[int, Tensor] = field(default_factory=dict)
     log_prob: list[Tensor] = field(default_factory=list)
+    velocities: list[Tensor] = field(default_factory=list)
 
 
 def rollout(
@@ -86,9 +87,11 @@ def rollout(
             x, live = x[stay], [live[j] for j in stay]
         v = velocity(x, sigmas[live, i].to(device), condition.take(live))
         x, scores = _advance(i, x, v, sigmas[live], [requests[b] for b in live], [plans[b] for b in live])
-        for b, latent, score in zip(live, x, scores, strict=True):
-            rows[b].latents[i + 1] = latent
-            rows[b].log_prob.append(score)
+        for j, b in enumerate(live):
+            rows[b].latents[i + 1] = x[j]
+            rows[b].log_prob.append(scores[j])
+            if requests[b].debug:
+                rows[b].velocities.append(v[j])
     return [
         Trajectory(
             request=r,
@@ -97,6 +100,7 @@ def rollout(
             sigmas=s[: end + 2],
             log_prob=torch.stack(row.log_prob),
             version=version,
+            velocities=torch.stack(row.velocities) if row.velocities else None,
         )
         for r, plan, row, s, end in zip(requests, plans, rows, sigmas, last, strict=True)
     ]

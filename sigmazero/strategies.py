@@ -37,6 +37,39 @@ def sde_window(num_sde_steps: int, low: int, high: int) -> StepStrategy:
     return plan
 
 
+def moving_window(num_sde_steps: int, low: int, high: int, samples_per_move: int) -> StepStrategy:
+    """A contiguous window that starts at ``low``, moves on by one step every ``samples_per_move`` samples, and stays at
+    the end of ``[low, high)`` (the progressive window of MixGRPO, arXiv 2507.21802).
+
+    Raises:
+        ValueError: the window does not fit the range, or ``samples_per_move`` is below 1.
+    """
+    if not (low >= 0 and 1 <= num_sde_steps <= high - low and samples_per_move >= 1):
+        raise ValueError(
+            f"moving_window: {num_sde_steps} steps do not fit the range [{low}, {high}), moved every {samples_per_move}"
+        )
+
+    def plan(sample: int, num_steps: int, seed: int) -> StepPlan:
+        first = min(low + sample // samples_per_move, high - num_sde_steps)
+        return _scored(range(first, first + num_sde_steps), num_steps)
+
+    return plan
+
+
+def all_but_last(sample: int, num_steps: int, seed: int) -> StepPlan:
+    """Every step but the last is stochastic (Flow-GRPO).
+
+    The last one jumps to sigma 0, where ``sde`` would leave its noise on the sample that is scored, with a std so small
+    that this one step would outweigh all others in the ratio.
+    """
+    return _scored(range(num_steps - 1), num_steps)
+
+
+def shared_draw(strategy: StepStrategy, samples_per_draw: int) -> StepStrategy:
+    """``samples_per_draw`` consecutive samples follow the plan of the first of them."""
+    return lambda sample, num_steps, seed: strategy(sample - sample % samples_per_draw, num_steps, seed)
+
+
 def epoch_global_random_choice(candidates: Sequence[int], num_sde_steps: int, samples_per_epoch: int) -> StepStrategy:
     """One subset of the candidates an epoch, the same for all its samples.
 

@@ -8,6 +8,7 @@ From ``(x, v)`` at ``sigma`` to ``sigma_next < sigma``, with ``dt = sigma_next -
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,15 +17,43 @@ from sigmazero.schedule import column, eps_from_velocity, x0_from_velocity
 
 KINDS = ("ode", "sde", "dance", "cps")
 
+Kernel = Callable[[float, Tensor, Tensor, Tensor, Tensor, Tensor], "tuple[Tensor, Tensor]"]
+"""``(eta, x, v, sigma, sigma_next, sigma_guard) -> (mean, std)``, as ``moments``."""
+
+_KERNELS: dict[str, Kernel] = {}
+
+
+def register_kernel(kind: str, kernel: Kernel) -> None:
+    """Makes a function of yours a transition kind that sampling and scoring both use, tried out on two rows first.
+
+    Raises:
+        ValueError: the kind is one of ``KINDS``; the kernel fails, or what it returns is no mean like x with a finite
+            std of at least 0 a row.
+    """
+    if kind in KINDS:
+        raise ValueError(f"transition kind {kind!r} is built in; give the kernel another name")
+    x, sigma = torch.zeros(2, 3, 4, 4), torch.tensor([1.0, 0.5])
+    try:
+        mean, std = kernel(0.5, x, torch.ones_like(x), sigma, sigma - 0.25, torch.tensor([0.75, 0.75]))
+        fits = mean.shape == x.shape and std.shape == sigma.shape and bool((torch.isfinite(std) & (std >= 0)).all())
+    except Exception as error:
+        raise ValueError(f"transition kernel {kind!r} fails: {' '.join(str(error).split())}") from error
+    if not fits:
+        raise ValueError(
+            f"transition kernel {kind!r} must return a mean [b, ...] like x and a finite std [b] of at least 0"
+        )
+    _KERNELS[kind] = kernel
+
 
 def check_kind(kind: str, eta: float) -> None:
     """Refuses an unknown kind and an eta outside its range.
 
     Raises:
-        ValueError: the kind is not in ``KINDS``; eta is negative, not finite, or above 1 with ``cps``.
+        ValueError: the kind is neither in ``KINDS`` nor registered; eta is negative, not finite, or above 1 with
+            ``cps``.
     """
-    if kind not in KINDS:
-        raise ValueError(f"transition kind {kind!r} is unknown; known are {', '.join(KINDS)}")
+    if kind not in KINDS and kind not in _KERNELS:
+        raise ValueError(f"transition kind {kind!r} is unknown; known are {', '.join((*KINDS, *_KERNELS))}")
     if not (math.isfinite(eta) and eta >= 0):
         raise ValueError(f"eta is {eta}; it must be a number of at least 0")
     if kind == "cps" and eta > 1:
@@ -38,7 +67,7 @@ def moments(
 
     Args:
         kind: ``ode``; ``sde`` (Flow-GRPO, arXiv 2505.05470, eq. 9); ``dance`` (DanceGRPO, arXiv 2505.07818);
-            ``cps`` (FlowCPS, arXiv 2509.05952). With eta 1 ``cps`` is DMD2's re-noising.
+            ``cps`` (FlowCPS, arXiv 2509.05952). With eta 1 ``cps`` is DMD2's re-noising. Or a registered kernel.
         eta: noise level; 0 is Euler for every kind.
         x: ``[b, ...]`` latent. v: ``[b, ...]`` velocity.
         sigma, sigma_next: fp32 ``[b]``.
@@ -52,6 +81,8 @@ def moments(
     euler = x + column(dt, x) * v
     if kind == "ode" or eta == 0:
         return euler, torch.zeros_like(sigma)
+    if kind in _KERNELS:
+        return _KERNELS[kind](eta, x, v, sigma, sigma_next, sigma_guard)
     if kind == "cps":
         std = sigma_next * math.sin(eta * math.pi / 2)
         keep = (sigma_next**2 - std**2).clamp_min(0).sqrt()
@@ -86,6 +117,15 @@ def log_prob(y: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 def log_prob_no_constants(y: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """``-mean (y - mu)^2``: the score that FlowCPS's reference code uses, without the variance. fp32 ``[b]``."""
     return torch.where(std > 0, row_mean(-((y.float() - mean) ** 2)), torch.nan)
+
+
+def gaussian_kl(mean: Tensor, reference: Tensor, std: Tensor) -> Tensor:
+    """KL of two transitions of equal std: ``mean_D (mu - mu_ref)^2 / (2 std^2)``, fp32 ``[b]``; nan where std is 0.
+
+    Times D it is in nats.
+    """
+    s = column(torch.where(std > 0, std, 1), mean)
+    return torch.where(std > 0, row_mean((mean - reference) ** 2 / (2 * s**2)), torch.nan)
 
 
 def row_mean(values: Tensor) -> Tensor:

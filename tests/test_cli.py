@@ -218,7 +218,7 @@ def test_b50_a_callable_of_python_is_refused_even_if_the_recipe_lists_it(
         ("seed: 1\nseed: 2\n", ("not plain YAML",)),
         ("- 1\n", ("must be a mapping",)),
         ("", ("must be a mapping",)),
-        ("algorithm: {name: dmd3}\n", ("algorithm.name is 'dmd3'", "dmd2, flow_matching")),
+        ("algorithm: {name: dmd3}\n", ("algorithm.name is 'dmd3'", "dmd2, dpo, flow_grpo, flow_matching, nft")),
     ],
 )
 def test_b15_b50_a_bad_recipe_is_one_line(

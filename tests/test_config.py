@@ -183,8 +183,8 @@ def test_b15_an_override_that_cannot_be_read_is_refused(path: Path, override: st
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        (changed("name: dmd2", "name: dmd3"), "algorithm.name is 'dmd3'; known are dmd2, flow_matching"),
-        (changed("  name: dmd2\n", ""), "algorithm.name is None; known are dmd2, flow_matching"),
+        (changed("name: dmd2", "name: dmd3"), "algorithm.name is 'dmd3'; known are awm, best_of_group, dmd2, dpo,"),
+        (changed("  name: dmd2\n", ""), "algorithm.name is None; known are awm, best_of_group, dmd2, dpo,"),
         ("seed: 1\n", "algorithm is missing"),
         ("algorithm: dmd2\n", "algorithm is 'dmd2': it must be a group of keys"),
         (changed("fake_score:", "critic:"), "optimizers.critic: dmd2 trains no role 'critic'; it trains student, fake"),

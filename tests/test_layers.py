@@ -28,20 +28,28 @@ ORDER = (
     "plugins",
     "data",
     *("engines", "engines.base", "engines.local"),
-    *("algorithms", "algorithms.base", "algorithms.losses", "algorithms.flow_matching", "algorithms.dmd"),
+    *("algorithms", "algorithms.advantages", "algorithms.base", "algorithms.losses"),
+    *("algorithms.flow_matching", "algorithms.dmd", "algorithms.flow_grpo", "algorithms.nft"),
+    *("rewards", "rewards.base", "rewards.scorer", "rewards.function"),
+    *("rewards.ocr", "rewards.jpeg", "rewards.colour", "rewards.clip", "rewards.remote"),
     "metrics",
     "pictures",
     "progress",
     "reader",
     "evaluate",
-    *("training", "training.state", "training.phase", "training.checkpoint", "training.folder", "training.trainer"),
+    *("training", "training.state", "training.phase", "training.dump", "training.rollout"),
+    *("training.checkpoint", "training.folder", "training.trainer"),
     "report",
     *("launch", "launch.judge", "launch.local", "launch.plan", "launch.reopen"),
     "cli",
     "__main__",
 )
-# Concrete families, concrete algorithms: none imports another of its kind.
-SIBLINGS = (("models.glyph",), ("algorithms.flow_matching", "algorithms.dmd"))
+# Concrete families, algorithms, rewards: none imports another of its kind.
+SIBLINGS = (
+    ("models.glyph",),
+    ("algorithms.flow_matching", "algorithms.dmd", "algorithms.flow_grpo", "algorithms.nft"),
+    ("rewards.function", "rewards.ocr", "rewards.jpeg", "rewards.colour", "rewards.clip", "rewards.remote"),
+)
 OWNERS = {
     "peft": {"models.roles"},
     "torch.utils.tensorboard": {"metrics"},
@@ -52,7 +60,10 @@ OWNERS = {
     "ray": set(),
     "fastapi": set(),
     "uvicorn": set(),
-    "httpx": set(),
+    "httpx": {"rewards.remote"},
+    "onnxruntime": {"rewards.ocr"},
+    "transformers": {"rewards.clip"},
+    "pyarrow": {"data"},
 }
 DYNAMIC = {"plugins", "launch.local"}  # what `importlib` loads escapes the parser
 
@@ -117,7 +128,7 @@ def test_concrete_families_and_algorithms_do_not_know_each_other(siblings: tuple
         assert not own_imports(parse(module)) & set(siblings)
 
 
-@pytest.mark.parametrize("layer", ["models", "algorithms"])
+@pytest.mark.parametrize("layer", ["models", "algorithms", "rewards"])
 def test_a_registry_names_modules_that_exist_and_imports_none(layer: str) -> None:
     values = [node.value for node in ast.walk(parse(layer)) if isinstance(node, ast.Constant)]
     named = {str(value).removeprefix("sigmazero.") for value in values if str(value).startswith("sigmazero.")}
@@ -145,7 +156,7 @@ def test_settings_and_command_line_import_nothing_heavy_at_the_top(module: str) 
         top = ast.Module(
             body=[node for node in parse(name).body if isinstance(node, (ast.Import, ast.ImportFrom))], type_ignores=[]
         )
-        for library in ("torch", "diffusers", "transformers", "peft", "matplotlib", "safetensors", "PIL"):
+        for library in ("torch", "diffusers", "transformers", "peft", "matplotlib", "safetensors", "PIL", "pyarrow"):
             assert not imports_library(top, library), f"{name} imports {library}"
         pending += own_imports(top) - seen
     assert seen == {module}

@@ -13,16 +13,28 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from sigmazero.models.roles import RoleKind, Roles
-from sigmazero.records import Batch, Prompt, RolloutRequest, Trajectory
+from sigmazero.records import Batch, Prompt, RolloutRequest, Scores, Trajectory
 
 Term = Callable[[Roles, Batch], Mapping[str, Tensor]]
 """Outputs ``[b, ...]``, a row each. ``loss`` [b] is back-propagated; names in ``Phase.writes`` become fields for later
-phases; every other ``[b]`` output is logged as its weighted mean."""
+phases; every other ``[b]`` output is logged as its weighted mean, or as its maximum if its name ends in ``_max``."""
+
+
+RowSets = Callable[[int, int], Sequence[Sequence[int]]]  # (rows, cycle) -> the rows of each optimizer step
+
+
+def all_rows(num_rows: int, cycle: int) -> Sequence[Sequence[int]]:
+    """One optimizer step over everything."""
+    return [range(num_rows)]
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Terms (one a feed) that share an optimizer step."""
+    """Terms (one a feed) that share an optimizer step.
+
+    With ``step_fields`` a row stands for T items, one a step: these fields are ``[b, T, ...]``, and terms see them as
+    ``[items, ...]`` beside the row's other fields, as many steps of as many rows in one call as the micro-batch holds.
+    """
 
     name: str
     terms: Mapping[str, Term]
@@ -30,15 +42,24 @@ class Phase:
     updates: tuple[str, ...] = ()  # roles it steps, each with its own optimizer; () computes only
     writes: tuple[str, ...] = ()  # fields that its terms hand to later phases
     every: int = 1  # it is due in cycles divisible by this
+    rows: RowSets = all_rows
+    step_fields: tuple[str, ...] = ()
+    by_sigma: tuple[str, ...] = ()  # outputs that are also logged for each value of the feed's field "sigma"
+    shared: tuple[str, ...] = ()  # outputs that are logged under their own name, without the phase's
 
 
 @dataclass(frozen=True)
 class Average:
-    """``target <- decay(n) * target + (1 - decay(n)) * source``, n the source's optimizer steps, after each of them."""
+    """``target <- decay(n) * target + (1 - decay(n)) * source``.
+
+    ``every`` update: after each of the source's optimizer steps, n those before it. ``every`` cycle: once after the
+    phases of a cycle that updated the source, n its optimizer steps.
+    """
 
     target: str
     source: str
     decay: Callable[[int], float]
+    every: Literal["update", "cycle"] = "update"
 
 
 @dataclass(frozen=True)
@@ -49,7 +70,7 @@ class Arm:
     role: str
     num_steps: int
     shift: float
-    kind: Literal["ode", "sde", "dance", "cps"] = "ode"
+    kind: str = "ode"
     eta: float = 0.0
     guidance: float = 1.0
 
@@ -63,6 +84,11 @@ class Algorithm(Protocol):
     @property
     def policy(self) -> str:
         """The role that samples the rollouts."""
+        ...
+
+    @property
+    def group_size(self) -> int:
+        """Samples a prompt that are scored and compared; 0 for algorithms without rewards."""
         ...
 
     @property
@@ -85,8 +111,14 @@ class Algorithm(Protocol):
         """The cycle's rollout, one request a prompt; none for algorithms that learn from pictures alone."""
         ...
 
-    def feeds(self, trajectories: Sequence[Trajectory], pictures: Batch | None, cycle: int) -> dict[str, Batch]:
-        """Named batches for the phases. The loop encodes their prompts afterwards."""
+    def feeds(
+        self, trajectories: Sequence[Trajectory], scores: Scores | None, pictures: Batch | None, cycle: int
+    ) -> dict[str, Batch]:
+        """Named batches for the phases. The loop encodes their prompts afterwards.
+
+        ``scores`` are there for algorithms whose ``group_size`` is above 0; a batch without rows of weight makes no
+        update.
+        """
         ...
 
 

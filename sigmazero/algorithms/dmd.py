@@ -24,7 +24,7 @@ from sigmazero.algorithms.losses import distribution_gradient, surrogate_loss, v
 from sigmazero.config import DMD2Config, RunConfig, SigmaConfig
 from sigmazero.models.roles import RoleKind, Roles
 from sigmazero.plugins import load_plugin
-from sigmazero.records import Batch, Prompt, RolloutRequest, StepPlan, Trajectory, rows_of
+from sigmazero.records import Batch, Prompt, RolloutRequest, Scores, StepPlan, Trajectory, rows_of
 from sigmazero.schedule import add_noise, score_sigma, sigma_grid, x0_from_velocity
 from sigmazero.strategies import StepStrategy, checked_plan, stop_at_random_step
 
@@ -45,6 +45,7 @@ class DMD2:
         }
     )  # fmt: skip
     policy: str = "student"
+    group_size: int = 0
     uses_pictures: bool = False
 
     @property
@@ -99,7 +100,9 @@ class DMD2:
             raise ValueError(f"{name}, sample {sample}: it gave {tuple(plan)}; dmd2 needs a stop i, latents i and i+1")
         return plan
 
-    def feeds(self, trajectories: Sequence[Trajectory], pictures: Batch | None, cycle: int) -> dict[str, Batch]:
+    def feeds(
+        self, trajectories: Sequence[Trajectory], scores: Scores | None, pictures: Batch | None, cycle: int
+    ) -> dict[str, Batch]:
         """Input and prediction of each sample's exit step, with the sigma it was sampled at."""
         exits = [t.latent_indices[-1] - 1 for t in trajectories]
         rows = rows_of([t.request.sample for t in trajectories], cycle) | {

@@ -12,7 +12,7 @@ from sigmazero.algorithms.base import Algorithm, Arm, Average, Phase, warmed_up_
 from sigmazero.algorithms.losses import velocity_loss
 from sigmazero.config import FlowMatchingConfig, RunConfig
 from sigmazero.models.roles import RoleKind, Roles
-from sigmazero.records import Batch, Prompt, RolloutRequest, Trajectory
+from sigmazero.records import Batch, Prompt, RolloutRequest, Scores, Trajectory
 from sigmazero.schedule import add_noise, logit_normal_sigma
 
 
@@ -26,6 +26,7 @@ class FlowMatching:
         default_factory=lambda: {"student": "train", "student_ema": "average"}
     )
     policy: str = "student"
+    group_size: int = 0
     uses_pictures: bool = True
 
     @property
@@ -44,7 +45,9 @@ class FlowMatching:
     def requests(self, prompts: Sequence[Prompt], samples: range, cycle: int) -> list[RolloutRequest]:
         return []
 
-    def feeds(self, trajectories: Sequence[Trajectory], pictures: Batch | None, cycle: int) -> dict[str, Batch]:
+    def feeds(
+        self, trajectories: Sequence[Trajectory], scores: Scores | None, pictures: Batch | None, cycle: int
+    ) -> dict[str, Batch]:
         """The pictures, a share of their captions dropped so that the network also learns the negative branch."""
         assert pictures is not None
         dropped = seeds.uniform(self.seed, "caption_dropout", pictures["sample"].tolist()) < self.config.caption_dropout

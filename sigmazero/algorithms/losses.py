@@ -44,3 +44,55 @@ def surrogate_loss(x: Tensor, gradient: Tensor) -> Tensor:
     Args: ``[b, ...]`` both. Returns: fp32 ``[b]``; its value is ``mean_D x g``, not a quality.
     """
     return row_mean(x.float() * gradient.detach().float())
+
+
+def clipped_loss(advantage: Tensor, log_ratio: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """``max(-A rho, -A clip(rho, 1 - e, 1 + e))`` with ``rho = exp(log_ratio)`` (PPO; math §4).
+
+    Args: fp32 ``[b]`` both. Returns: loss fp32 ``[b]``, and whether rho lies outside the clip range, as 0 or 1.
+    """
+    ratio = log_ratio.exp()
+    loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - clip, 1 + clip))
+    return loss, ((ratio.detach() - 1).abs() > clip).float()
+
+
+def guard_log_ratio(y: Tensor, mean: Tensor, old_mean: Tensor, std: Tensor) -> Tensor:
+    """``mean_D (z (mu - mu_old))`` with ``z = (y - mu_old) / std`` the noise that was drawn, a row its own.
+
+    Source: GRPO-Guard (arXiv 2510.22319); its code takes the mean over the batch. Returns: fp32 ``[b]``.
+    """
+    noise = (y.float() - old_mean) / column(std, mean)
+    return row_mean(noise * (mean - old_mean))
+
+
+def nft_loss(
+    v: Tensor, v_old: Tensor, x: Tensor, x0: Tensor, sigma: Tensor, advantage: Tensor, beta: float, c: float
+) -> dict[str, Tensor]:
+    """The two-sided loss of DiffusionNFT (arXiv 2509.16117; math §5).
+
+    Args:
+        v: velocity of the policy at x, with gradient; v_old: of the old policy. ``[b, ...]``.
+        x: ``(1 - sigma) x0 + sigma eps``; x0: the sample. sigma, advantage: fp32 ``[b]``.
+        beta: how far the implicit policies lie from the old one; c: the advantage that counts as certain.
+    Returns: fp32 ``[b]`` each: ``loss``, ``positive`` and ``negative`` (l+ and l-) and the ``reward_weight`` r.
+    """
+    v, v_old = v.float(), v_old.detach().float()
+    r = (advantage / (2 * c) + 0.5).clamp(0, 1)
+    positive = _adaptive(x, x0, sigma, beta * v + (1 - beta) * v_old)
+    negative = _adaptive(x, x0, sigma, (1 + beta) * v_old - beta * v)
+    loss = c * (r * positive + (1 - r) * negative) / beta
+    return {"loss": loss, "positive": positive, "negative": negative, "reward_weight": r}
+
+
+def _adaptive(x: Tensor, x0: Tensor, sigma: Tensor, v: Tensor) -> Tensor:
+    """``mean_D d^2 / max(mean_D |d|, 1e-5)``, the divisor without gradient, of the error d of the prediction of x0."""
+    error = x.float() - column(sigma, x) * v - x0.float()
+    return row_mean(error**2) / row_mean(error.detach().abs()).clamp_min(1e-5)
+
+
+def dpo_loss(gain_best: Tensor, gain_worst: Tensor, beta: float) -> Tensor:
+    """``-log sigmoid(-beta (gain_best - gain_worst))``, a gain being how much more the policy errs than the reference.
+
+    Source: Diffusion-DPO (arXiv 2311.12908, eq. 14). Args: fp32 ``[b]`` both. Returns: fp32 ``[b]``.
+    """
+    return torch.nn.functional.softplus(beta * (gain_best - gain_worst))

@@ -16,6 +16,7 @@ from sigmazero.pictures import grid, quantized, save_png
 from sigmazero.progress import CycleProgress
 from sigmazero.reader import load_reader
 from sigmazero.report import write_report
+from sigmazero.rewards.scorer import Scorer
 from sigmazero.tensors import read_tensors, write_tensors
 from sigmazero.training.folder import RunFolder, write_json
 
@@ -27,6 +28,7 @@ class Judge:
     """Scores arms of one run. Arms of frozen roles are sampled once and kept in the folder.
 
     Args:
+        scorer: the run's rewards, where it has any.
         fresh: sample the frozen arms again, whatever the folder keeps.
     """
 
@@ -37,10 +39,11 @@ class Judge:
         roles: Roles,
         engine: Engine,
         folder: RunFolder,
+        scorer: Scorer | None = None,
         fresh: bool = False,
     ) -> None:
         self._config, self._algorithm, self._engine, self._decode = config, algorithm, engine, roles.model.decode
-        self._folder, self._fresh = folder, fresh
+        self._folder, self._scorer, self._fresh = folder, scorer, fresh
         self._evaluator = Evaluator(config.evaluate, load_reader())
         self._fixed = [arm for arm in algorithm.arms if roles.kinds[arm.role] == "frozen"]
         self._moving = [arm for arm in algorithm.arms if roles.kinds[arm.role] != "frozen"]
@@ -53,7 +56,7 @@ class Judge:
         write_json(self._folder.evaluation / "captions.json", captions[:NUM_SHOWN])
         real = quantized(self._evaluator.real())
         self._show(self._folder.evaluation / "real.png", real)
-        self.scores["real"] = self._evaluator.score_real(real.float() / 255)
+        self.scores["real"] = self._evaluator.score_real(real.float() / 255) | self._rewards(real)
         for arm in self._fixed:
             self._score(arm.name, self._kept(arm))
 
@@ -63,7 +66,7 @@ class Judge:
         count = min(NUM_REFRESHED, self._config.evaluate.num_captions)
         pictures = quantized(self._evaluator.sample(arm, self._engine, self._decode, count))
         self._show(self._folder.evaluation / "history" / f"{cycle:08d}.png", pictures)
-        scores = self._evaluator.score(pictures.float() / 255)
+        scores = self._evaluator.score(pictures.float() / 255) | self._rewards(pictures)
         return {f"evaluate/{arm.name}/{name}": metric.mean for name, metric in scores.items()}
 
     def score_moving(self) -> None:
@@ -77,7 +80,14 @@ class Judge:
 
     def _score(self, name: str, pictures: Tensor) -> None:
         self._show(self._folder.evaluation / f"{name}.png", pictures)
-        self.scores[name] = self._evaluator.score(pictures.float() / 255)
+        self.scores[name] = self._evaluator.score(pictures.float() / 255) | self._rewards(pictures)
+
+    def _rewards(self, pictures: Tensor) -> dict[str, Metric]:
+        """The run's rewards, optimised or only watched, of uint8 pictures of the held-out captions."""
+        if self._scorer is None:
+            return {}
+        values = self._scorer.score(pictures, self._evaluator.prompts[: len(pictures)])
+        return {f"reward/{name}": metric for name, metric in self._evaluator.rewards(values).items()}
 
     def _kept(self, arm: Arm) -> Tensor:
         """The pictures of a frozen arm: from the folder, or sampled and kept there."""

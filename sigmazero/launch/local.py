@@ -15,7 +15,7 @@ import torch
 from sigmazero.algorithms import ALGORITHMS
 from sigmazero.algorithms.base import Algorithm
 from sigmazero.config import LoraConfig, ModelConfig, RunConfig
-from sigmazero.data import GlyphCaptions, PromptFile, open_prompts
+from sigmazero.data import GlyphCaptions, PromptFile, PromptStream, open_prompts
 from sigmazero.engines.local import LocalEngine
 from sigmazero.evaluate import scores_table
 from sigmazero.launch.judge import Judge
@@ -24,22 +24,34 @@ from sigmazero.models import FAMILIES
 from sigmazero.models.base import FlowModel
 from sigmazero.models.roles import Roles
 from sigmazero.progress import CycleProgress
+from sigmazero.records import Prompt
 from sigmazero.report import write_report
+from sigmazero.rewards import REWARDS
+from sigmazero.rewards.scorer import Scorer
 from sigmazero.training import checkpoint
 from sigmazero.training.folder import RunFolder
+from sigmazero.training.rollout import Collector
 from sigmazero.training.trainer import Trainer
 
 
 @dataclass
 class Built:
-    """The parts of a run, wired together."""
+    """The parts of a run, wired together. Used as a context: leaving it ends the threads of its rewards."""
 
     config: RunConfig
     algorithm: Algorithm
     roles: Roles
     engine: LocalEngine
+    scorer: Scorer | None  # where the algorithm learns from rewards
     trainer: Trainer
     inputs: dict[str, str]  # hashes of what the settings name, by setting
+
+    def __enter__(self) -> Built:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.scorer is not None:
+            self.scorer.close()
 
 
 def use_threads(threads: int) -> None:
@@ -56,7 +68,36 @@ def load_model(config: ModelConfig, seed: int) -> FlowModel:
     family: Any = importlib.import_module(FAMILIES[config.family])
     if config.path == "random":
         return family.create(config.width, config.num_layers, seed)
-    return family.load(family.SHIPPED if config.path == "shipped" else config.path)
+    return family.load(family.SHIPPED.get(config.path, config.path))
+
+
+def load_rewards(config: RunConfig) -> Scorer | None:
+    """The rewards of a recipe; None where it has none.
+
+    Raises:
+        ValueError: names the reward that cannot be made, and why.
+    """
+    rewards: dict[str, Any] = {}
+    for name, settings in config.rewards.items():
+        try:
+            rewards[name] = importlib.import_module(REWARDS[settings.kind]).build(settings, config.plugins)
+        except ValueError as error:
+            raise ValueError(f"rewards.{name}: {error}") from None
+    return Scorer(rewards, config.rewards) if rewards else None
+
+
+def _check_prompts(prompts: PromptStream, model: FlowModel, scorer: Scorer | None) -> None:
+    """Finds a prompt that the family cannot read, or a reward cannot score, before training."""
+
+    def check(prompt: Prompt) -> None:
+        model.encode([prompt.text])
+        if scorer is not None:
+            scorer.check(prompt)
+
+    if isinstance(prompts, PromptFile):
+        prompts.check(check)
+    elif scorer is not None:
+        scorer.check(prompts.prompts([0])[0])
 
 
 def build(config: RunConfig) -> Built:
@@ -69,9 +110,9 @@ def build(config: RunConfig) -> Built:
     device = _device(config.training.device)
     algorithm: Algorithm = importlib.import_module(ALGORITHMS[config.algorithm.name]).build(config)
     prompts = open_prompts(config.data, config.seed)
+    scorer = load_rewards(config)
     model = load_model(config.model, config.seed)
-    if isinstance(prompts, PromptFile):
-        prompts.check(model.encode)
+    _check_prompts(prompts, model, scorer)
     model.net.to(device)
     roles = Roles(
         model, algorithm.roles, {a.target: a.source for a in algorithm.averages},
@@ -81,11 +122,12 @@ def build(config: RunConfig) -> Built:
     )  # fmt: skip
     engine = LocalEngine(roles, device=device)
     pictures = GlyphCaptions("train", config.seed)
-    trainer = Trainer(config, algorithm, roles, engine, prompts, pictures, device)
+    collector = Collector(config, algorithm, model, engine, prompts, scorer)
+    trainer = Trainer(config, algorithm, roles, engine, collector, pictures, device)
     inputs = {"model.path": roles.base_fingerprint}
     if isinstance(prompts, PromptFile):
         inputs["data.prompts"] = prompts.fingerprint
-    return Built(config, algorithm, roles, engine, trainer, inputs)
+    return Built(config, algorithm, roles, engine, scorer, trainer, inputs)
 
 
 def _device(name: str) -> torch.device:
@@ -100,11 +142,10 @@ def train(config: RunConfig) -> Path:
     Raises:
         ValueError: the settings or the folder do not allow it; the message says what to set.
     """
-    with RunFolder(config.output) as folder:
-        built = build(config)
+    with RunFolder(config.output) as folder, build(config) as built:
         folder.open(config, built.inputs)
         restore_newest(built, folder)
-        judge = Judge(config, built.algorithm, built.roles, built.engine, folder)
+        judge = Judge(config, built.algorithm, built.roles, built.engine, folder, built.scorer)
         judge.score_fixed()
         judge.write(built.trainer.counters.cycle)
         start = built.trainer.counters.cycle

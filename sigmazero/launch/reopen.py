@@ -31,10 +31,9 @@ def evaluate_run(path: Path) -> str:
         ValueError: it is no run folder, it is in use, or it has no checkpoint yet.
     """
     config = read_config(path)
-    with RunFolder(path) as folder:
-        built = build(config)
+    with RunFolder(path) as folder, build(config) as built:
         cycle = restore(built, folder)
-        judge = Judge(config, built.algorithm, built.roles, built.engine, folder, fresh=True)
+        judge = Judge(config, built.algorithm, built.roles, built.engine, folder, built.scorer, fresh=True)
         judge.score_fixed()
         judge.score_moving()
         judge.write(cycle)  # once, at the end: the former scores stay until there are new ones
@@ -100,9 +99,10 @@ def restore(built: Built, folder: RunFolder) -> int:
 
 
 def _arm(built: Built, role: str | None, num_steps: int | None, guidance: float | None) -> Arm:
-    """The averaged student as evaluation samples it, or the same of another role; some settings changed."""
+    """The averaged student or policy as evaluation samples it, or the same of another role; some settings changed."""
     arms = {arm.role: arm for arm in reversed(built.algorithm.arms)}
-    chosen = role or ("student_ema" if "student_ema" in arms else next(iter(arms)))
+    trained = [arm.role for arm in built.algorithm.arms if built.roles.kinds[arm.role] != "frozen"]
+    chosen = role or trained[0]
     if chosen not in arms:
         raise ValueError(f"role {chosen!r} cannot be sampled; this run has {', '.join(sorted(arms))}")
     arm = arms[chosen]

@@ -21,7 +21,8 @@ from sigmazero.records import Conditioning
 from sigmazero.schedule import timestep
 from sigmazero.tensors import read_tensors, write_tensors
 
-SHIPPED = Path(__file__).parents[1] / "assets" / "glyph_teacher.safetensors"
+ASSETS = Path(__file__).parents[1] / "assets"
+SHIPPED = {"shipped": ASSETS / "glyph_teacher.safetensors", "half_trained": ASSETS / "glyph_half_trained.safetensors"}
 PATCH, HEAD_WIDTH = 4, 32
 OFFSETS = [sum(len(slot) for slot in SLOTS[:i]) for i in range(len(SLOTS))]
 NO_CAPTION = sum(len(slot) for slot in SLOTS)  # the token of the empty prompt, in every slot

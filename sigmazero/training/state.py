@@ -96,5 +96,6 @@ class Counters:
     """Numbers that a checkpoint keeps."""
 
     cycle: int = 0  # cycles done
+    samples: int = 0  # samples drawn, those of replaced groups included: the index of the next one
     skipped: dict[str, int] = field(default_factory=dict)  # phase -> updates skipped for non-finite values, in all
     skipped_in_a_row: dict[str, int] = field(default_factory=dict)

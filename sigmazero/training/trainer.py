@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -12,16 +12,17 @@ from torch import Tensor
 
 from sigmazero.algorithms.base import Algorithm, Phase
 from sigmazero.config import RunConfig
-from sigmazero.data import GlyphCaptions, PromptStream
+from sigmazero.data import GlyphCaptions
 from sigmazero.engines.base import Engine
 from sigmazero.models.roles import Roles
-from sigmazero.records import Batch, Trajectory, rows_of
-from sigmazero.training.phase import run_phase
+from sigmazero.records import Batch, rows_of
+from sigmazero.training.phase import PhaseResult, run_phase
+from sigmazero.training.rollout import Collector, Rollout
 from sigmazero.training.state import Counters, RoleOptimizer
 
 
 class Trainer:
-    """Runs cycles: roll out, prepare, run the phases that are due, update averages, publish."""
+    """Runs cycles: roll out and score, prepare, run the phases that are due, update averages, publish."""
 
     def __init__(
         self,
@@ -29,12 +30,12 @@ class Trainer:
         algorithm: Algorithm,
         roles: Roles,
         engine: Engine,
-        prompts: PromptStream,
+        collector: Collector,
         pictures: GlyphCaptions,
         device: torch.device,
     ) -> None:
         self.config, self.algorithm, self.roles, self.engine = config, algorithm, roles, engine
-        self.prompts, self.pictures, self.device = prompts, pictures, device
+        self.collector, self.pictures, self.device = collector, pictures, device
         self.counters = Counters()
         self.optimizers = {
             role: RoleOptimizer(role, roles.parameters(role), settings, self._num_steps(role))
@@ -50,58 +51,71 @@ class Trainer:
     def run_cycle(self) -> dict[str, float]:
         """One rollout (or none) and the phases that are due: the unit of checkpoints and logging."""
         started, cycle = time.perf_counter(), self.counters.cycle
-        size = self.config.data.batch_size
-        samples = range(cycle * size, (cycle + 1) * size)
-        trajectories = self._roll_out(samples, cycle)
-        feeds = self._prepare(trajectories, samples, cycle)
-        metrics = {"time/rollout": time.perf_counter() - started}
+        rollout = self.collector.collect(self.counters.samples, cycle)
+        feeds = self._prepare(rollout, cycle)
+        metrics = {"time/rollout": time.perf_counter() - started, **rollout.metrics}
+        updated: set[str] = set()
         for phase in self.algorithm.phases:
             if cycle % phase.every == 0:
-                feeds = self._run(phase, feeds, metrics)
+                feeds = self._run(phase, feeds, metrics, updated)
+        self._average("cycle", updated, metrics)
         self.engine.publish(self.algorithm.policy, self.roles.versions[self.algorithm.policy])
         self.counters.cycle += 1
+        self.counters.samples = rollout.samples.stop
         metrics["time/cycle"] = time.perf_counter() - started
         return metrics
 
-    def _roll_out(self, samples: range, cycle: int) -> list[Trajectory]:
-        requests = self.algorithm.requests(self.prompts.prompts(samples), samples, cycle)
-        return self.engine.generate(requests) if requests else []
-
-    def _prepare(self, trajectories: list[Trajectory], samples: range, cycle: int) -> dict[str, Batch]:
-        pictures = self._draw_pictures(samples, cycle) if self.algorithm.uses_pictures else None
-        feeds = self.algorithm.feeds(trajectories, pictures, cycle)
+    def _prepare(self, rollout: Rollout, cycle: int) -> dict[str, Batch]:
+        pictures = self._draw_pictures(rollout, cycle) if self.algorithm.uses_pictures else None
+        feeds = self.algorithm.feeds(rollout.trajectories, rollout.scores, pictures, cycle)
         return {feed: self._on_device(batch) for feed, batch in feeds.items()}
 
-    def _draw_pictures(self, samples: range, cycle: int) -> Batch:
-        pictures, prompts = self.pictures.pictures(samples)
-        return Batch(rows_of(samples, cycle) | {"x0": self.roles.model.encode_pictures(pictures)}, tuple(prompts))
+    def _draw_pictures(self, rollout: Rollout, cycle: int) -> Batch:
+        pictures, prompts = self.pictures.pictures(rollout.samples)
+        return Batch(
+            rows_of(rollout.samples, cycle) | {"x0": self.roles.model.encode_pictures(pictures)}, tuple(prompts)
+        )
 
     def _on_device(self, batch: Batch) -> Batch:
         moved = Batch({name: value.to(self.device) for name, value in batch.fields.items()}, batch.prompts)
         return moved.with_condition(self.roles.model.encode([prompt.text for prompt in batch.prompts]))
 
-    def _run(self, phase: Phase, feeds: dict[str, Batch], metrics: dict[str, float]) -> dict[str, Batch]:
+    def _run(
+        self, phase: Phase, feeds: dict[str, Batch], metrics: dict[str, float], updated: set[str]
+    ) -> dict[str, Batch]:
         """Runs a phase, ticks its averages, hands on what it wrote, counts what it skipped."""
         started = time.perf_counter()
-        result = run_phase(phase, self.roles, self.optimizers, feeds, self._micro_batch(phase))
+
+        def after_step() -> None:
+            updated.update(phase.updates)
+            self._average("update", phase.updates, metrics)
+            self.counters.skipped_in_a_row[phase.name] = 0
+
+        size = self._micro_batch(phase)
+        result = run_phase(phase, self.roles, self.optimizers, feeds, size, self.counters.cycle, after_step)
         metrics.update(result.metrics)
         metrics[f"time/{phase.name}"] = time.perf_counter() - started
-        if result.finite:
-            self.counters.skipped_in_a_row[phase.name] = 0
-            for average in self.algorithm.averages:
-                if average.source in phase.updates:
-                    decay = average.decay(self.roles.versions[average.source] - 1)
-                    self.roles.average(average.target, average.source, decay)
-                    metrics[f"train/{average.target}_decay"] = decay
-        else:
-            self._count_skip(phase)
+        if result.empty:
+            metrics[f"train/{phase.name}_empty"] = result.empty
+        self._count_skips(phase, result)
         return {f: b.with_fields(**result.written[f]) if f in result.written else b for f, b in feeds.items()}
 
-    def _count_skip(self, phase: Phase) -> None:
-        counters = self.counters
+    def _average(self, every: str, sources: Collection[str], metrics: dict[str, float]) -> None:
+        """Ticks the averages of roles that were just updated."""
+        for average in self.algorithm.averages:
+            if average.every == every and average.source in sources:
+                steps = self.roles.versions[average.source]
+                decay = average.decay(steps - 1 if every == "update" else steps)
+                self.roles.average(average.target, average.source, decay)
+                metrics[f"train/{average.target}_decay"] = decay
+
+    def _count_skips(self, phase: Phase, result: PhaseResult) -> None:
+        """Counts updates that were skipped; ``skipped_in_a_row`` since the last one that was made."""
+        counters, limit = self.counters, self.config.training.max_nonfinite
+        if not result.skipped:
+            return
         for counts in (counters.skipped, counters.skipped_in_a_row):
-            counts[phase.name] = counts.get(phase.name, 0) + 1
-        limit = self.config.training.max_nonfinite
+            counts[phase.name] = counts.get(phase.name, 0) + result.skipped
         if counters.skipped_in_a_row[phase.name] >= limit:
             raise ValueError(
                 f"phase {phase.name!r} met non-finite values {limit} times in a row, last in cycle {counters.cycle}; "
@@ -116,8 +130,9 @@ class Trainer:
 
     def _num_steps(self, role: str) -> int:
         """Optimizer steps of a role in the whole run, the length of its learning-rate schedule."""
-        every = [phase.every for phase in self.algorithm.phases if role in phase.updates]
-        return sum(-(-self.config.num_cycles // e) for e in every)
+        size = self.config.data.batch_size
+        phases = [phase for phase in self.algorithm.phases if role in phase.updates]
+        return sum(-(-self.config.num_cycles // phase.every) * len(phase.rows(size, 0)) for phase in phases)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that evolves, for a checkpoint: weights of trained and averaged roles, moments."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sigmazero import data
 from sigmazero.config import RunConfig
+from sigmazero.data import GlyphCaptions
 from sigmazero.launch.local import Built, build
 from sigmazero.records import Batch, Conditioning
 from sigmazero.training.phase import run_phase
@@ -25,9 +26,8 @@ STORAGES = pytest.mark.parametrize("storage", [{}, LORA], ids=["copy", "lora"])
 def feeds_of(built: Built, cycle: int = 0) -> dict[str, Batch]:
     """The rollout of a cycle as the loop prepares it, with the score phase's gradient."""
     trainer, size = built.trainer, built.config.data.batch_size
-    samples = range(cycle * size, (cycle + 1) * size)
-    feeds = trainer._prepare(trainer._roll_out(samples, cycle), samples, cycle)
-    return trainer._run(built.algorithm.phases[0], feeds, {})
+    feeds = trainer._prepare(trainer.collector.collect(cycle * size, cycle), cycle)
+    return trainer._run(built.algorithm.phases[0], feeds, {}, set())
 
 
 def gradients(built: Built, feeds: Mapping[str, Batch], phase: int, micro_batch: int) -> dict[str, Tensor]:
@@ -186,7 +186,7 @@ def test_b22_b76_an_exit_at_step_2_costs_three_calls_without_gradient(dmd2: Make
         return inner(net, x, sigma, condition)
 
     built.roles.model.velocity = spy  # pyright: ignore[reportAttributeAccessIssue]
-    trajectories = built.trainer._roll_out(range(6), 0)
+    trajectories = built.trainer.collector.collect(0, 0).trajectories
     assert seen == [(1.0, False), (0.75, False), (0.5, False)]
     assert all(t.sigmas.tolist() == [1.0, 0.75, 0.5, 0.0] for t in trajectories)
 
@@ -194,7 +194,7 @@ def test_b22_b76_an_exit_at_step_2_costs_three_calls_without_gradient(dmd2: Make
 def test_b23_shared_exit_step_is_one_a_cycle_and_per_sample_ones_differ(dmd2: MakeRun) -> None:
     def exits(mode: str) -> list[set[int | None]]:
         built = build(dmd2({"algorithm.exit_step": mode, "algorithm.num_steps": 4}))
-        prompts = built.trainer.prompts.prompts(range(6))
+        prompts = GlyphCaptions("train", 0).prompts(range(6))
         return [{r.plan.stop for r in built.algorithm.requests(prompts, range(c * 6, c * 6 + 6), c)} for c in range(12)]
 
     shared, own = exits("shared"), exits("per_sample")
@@ -217,7 +217,7 @@ def test_recomputed_exit_step_is_that_of_the_rollout(dmd2: MakeRun, transition: 
 
 def test_samples_do_not_depend_on_their_batch(dmd2: MakeRun) -> None:
     built = build(dmd2())
-    prompts = built.trainer.prompts.prompts(range(11))
+    prompts = GlyphCaptions("train", 0).prompts(range(11))
     requests = built.algorithm.requests(prompts, range(11), 0)
     whole = built.engine.generate(requests)
     for rows in ([4], [10, 2, 7], list(range(9))):

@@ -22,6 +22,7 @@ from sigmazero.launch.local import build, restore_newest, train
 from sigmazero.metrics import MetricsLog, read_metrics
 from sigmazero.training import checkpoint
 from sigmazero.training.folder import RunFolder
+from sigmazero.training.rollout import Collector
 from sigmazero.training.trainer import Trainer
 from tests.conftest import MakeRun
 
@@ -131,7 +132,7 @@ STOPS = [
     pytest.param(checkpoint, "sync", 3, False, id="half way through a checkpoint"),
     pytest.param(judge.Judge, "refresh", 2, False, id="before pictures"),
     pytest.param(judge.Judge, "refresh", 3, True, id="after pictures"),
-    pytest.param(Trainer, "_roll_out", 6, True, id="after a rollout"),
+    pytest.param(Collector, "collect", 6, True, id="after a rollout"),
     pytest.param(judge.Judge, "score_moving", 1, False, id="before the last scores"),
     pytest.param(judge.Judge, "score_moving", 1, True, id="after the last scores"),
     pytest.param(Trainer, "run_cycle", 1, False, id="before the first cycle"),
@@ -181,15 +182,16 @@ def test_b12_two_stops_and_one_during_the_way_back(kind: str, make: Any, straigh
 def test_b12_a_resumed_run_repeats_no_sample(make: Any, tmp_path: Path) -> None:
     """Stopped in cycle 4 with a checkpoint at 2: cycles 0..3, then 2..6."""
     config, size, seen = make("copy", tmp_path / "stopped"), 6, list[list[int]]()
-    inner = Trainer._roll_out
+    inner = Collector.collect
 
-    def spy(self: Trainer, samples: range, cycle: int) -> Any:
-        seen.append(list(samples))
-        return inner(self, samples, cycle)
+    def spy(self: Collector, first: int, cycle: int) -> Any:
+        rollout = inner(self, first, cycle)
+        seen.append(list(rollout.samples))
+        return rollout
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "_roll_out", spy)
-        interrupt(config, Trainer, "_roll_out", 4, True)
+        patch.setattr(Collector, "collect", spy)
+        interrupt(config, Collector, "collect", 4, True)
         train(config)
     assert seen == [list(range(c * size, (c + 1) * size)) for c in (0, 1, 2, 3, 2, 3, 4, 5, 6)]
 

@@ -120,8 +120,8 @@ def test_an_untrained_network_is_a_function_of_its_seed_and_answers_zero() -> No
 
 
 def test_the_shipped_teacher_loads_and_is_at_most_10_megabytes() -> None:
-    assert glyph.SHIPPED.stat().st_size <= 10_000_000
-    model = glyph.load(glyph.SHIPPED)
+    assert glyph.SHIPPED["shipped"].stat().st_size <= 10_000_000
+    model = glyph.load(glyph.SHIPPED["shipped"])
     assert 2e6 < sum(p.numel() for p in model.net.parameters()) < 5e6
     assert {p.dtype for p in model.net.parameters()} == {torch.float32}
 

@@ -1,0 +1,326 @@
+"""Flow-GRPO: coupled online RL on the recorded transitions of a stochastic rollout (arXiv 2505.05470; math §4).
+
+Loss -> roles updated -> data needed:
+  clipped policy gradient on the stochastic steps -> policy (policy_ema follows) -> prompts, rewards
+
+MixGRPO's windows, Flow-GRPO-Fast, DanceGRPO's kind and GRPO-Guard are settings of it. The coupling to the rollout is by
+``transition.py`` alone: whatever moved the sample scores it again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sigmazero import seeds, transition
+from sigmazero.algorithms.advantages import group_advantages
+from sigmazero.algorithms.base import Algorithm, Arm, Average, Phase, warmed_up_decay
+from sigmazero.algorithms.losses import clipped_loss, guard_log_ratio
+from sigmazero.config import FlowGRPOConfig, RolloutConfig, RunConfig
+from sigmazero.models.roles import RoleKind, Roles
+from sigmazero.plugins import load_plugin
+from sigmazero.records import Batch, Prompt, RolloutRequest, Scores, StepPlan, Trajectory, rows_of
+from sigmazero.schedule import sigma_grid
+from sigmazero.strategies import (
+    StepStrategy,
+    all_but_last,
+    checked_plan,
+    epoch_global_random_choice,
+    moving_window,
+    sde_window,
+    shared_draw,
+)
+
+STEP_FIELDS = ("x", "y", "sigma", "sigma_next", "log_prob")
+GAPS = ("log_prob_mean_abs_diff", "log_prob_abs_diff_max")
+
+
+@dataclasses.dataclass(frozen=True)
+class FlowGRPO:
+    """Roles: policy (trained, sampled), reference (frozen: the start), policy_ema."""
+
+    config: FlowGRPOConfig
+    seed: int
+    group_size: int
+    strategy: StepStrategy
+    roles: Mapping[str, RoleKind] = dataclasses.field(
+        default_factory=lambda: {"policy": "train", "reference": "frozen", "policy_ema": "average"}
+    )
+    policy: str = "policy"
+    uses_pictures: bool = False
+
+    @property
+    def phases(self) -> Sequence[Phase]:
+        """The KL where it is due, old log-probs where several updates share a rollout, then the policy's updates."""
+        c, found = self.config, list[Phase]()
+        if c.kl_every:
+            calls = ("policy", "reference")
+            found.append(Phase("kl", {"rollout": self._measure_kl}, calls, every=c.kl_every, step_fields=STEP_FIELDS))
+        if self._recomputes_old:
+            found.append(
+                Phase(
+                    "old", {"rollout": self._score_again}, ("policy",), writes=self._old_fields,
+                    step_fields=STEP_FIELDS, by_sigma=GAPS[:1], shared=GAPS,
+                )
+            )  # fmt: skip
+        found.append(
+            Phase(
+                "policy", {"rollout": self._improve}, ("policy", "reference")[: 2 if c.kl_weight else 1], ("policy",),
+                rows=self._row_sets, step_fields=(*STEP_FIELDS, *self._old_fields),
+                by_sigma=("ratio_deviation", "clip_fraction", GAPS[0]), shared=GAPS,
+            )
+        )  # fmt: skip
+        return found
+
+    @property
+    def _recomputes_old(self) -> bool:
+        """Whether the trainer scores the rollout once more before several updates move the policy."""
+        c = self.config
+        return c.updates * c.epochs > 1 and c.old_log_prob == "trainer"
+
+    @property
+    def _old_fields(self) -> tuple[str, ...]:
+        """What it keeps of that."""
+        if not self._recomputes_old:
+            return ()
+        return ("old_log_prob", "old_mean") if self.config.ratio == "guard" else ("old_log_prob",)
+
+    def _row_sets(self, num_rows: int, cycle: int) -> Sequence[Sequence[int]]:
+        """``updates`` nearly equal parts of the rows, drawn anew each epoch."""
+        c = self.config
+        if c.updates * c.epochs == 1:
+            return [range(num_rows)]
+        orders = [seeds.generator(self.seed, "row_order", e, cycle).permutation(num_rows) for e in range(c.epochs)]
+        return [part.tolist() for order in orders for part in np.array_split(order, c.updates) if len(part)]
+
+    @property
+    def averages(self) -> Sequence[Average]:
+        return (Average("policy_ema", "policy", warmed_up_decay(self.config.ema_decay)),)
+
+    @property
+    def arms(self) -> Sequence[Arm]:
+        c = self.config
+        steps = c.evaluation_steps or c.num_steps
+        roles = (("final", "policy_ema"), ("final_raw", "policy"), ("start", "reference"))
+        return [Arm(name, role, steps, c.shift, guidance=c.guidance) for name, role in roles]
+
+    def requests(self, prompts: Sequence[Prompt], samples: range, cycle: int) -> list[RolloutRequest]:
+        c = self.config
+        sigmas = sigma_grid(c.num_steps, c.shift)
+        return [
+            RolloutRequest(
+                sample, cycle, prompt, self.policy, sigmas, c.kind, c.eta, c.guidance, self.seed, self.plan(sample),
+                group=sample // self.group_size,
+            )
+            for sample, prompt in zip(samples, prompts, strict=True)
+        ]  # fmt: skip
+
+    def plan(self, sample: int) -> StepPlan:
+        """The step plan of a sample.
+
+        Raises:
+            ValueError: the strategy fails, or its plan has no step with a log-probability.
+        """
+        c = self.config
+        name = f"algorithm.steps.strategy {c.steps.strategy!r}, sample {sample}"
+        try:
+            plan = checked_plan(self.strategy(sample, c.num_steps, self.seed), c.num_steps)
+        except Exception as error:
+            raise ValueError(f"{name}: {' '.join(str(error).split())}") from error
+        if plan.sde is None or plan.stop is not None:
+            raise ValueError(f"{name}: it gave {tuple(plan)}; flow_grpo needs named stochastic steps and no stop")
+        if not self._scored(plan.sde):
+            raise ValueError(
+                f"{name}: none of its steps {plan.sde} of {c.num_steps} has a log-probability with kind {c.kind!r}; "
+                "name an earlier step, or set more steps"
+            )
+        return plan
+
+    def _scored(self, steps: Sequence[int]) -> list[int]:
+        """The steps whose transition has a std: the last one has none with cps."""
+        sigmas, c = sigma_grid(self.config.num_steps, self.config.shift), self.config
+        at = list(steps)
+        x, guard = torch.zeros(len(at), 1), sigmas[1].expand(len(at))
+        _, std = transition.moments(c.kind, c.eta, x, x, sigmas[at], sigmas[[i + 1 for i in at]], guard)
+        return [i for i, deviation in zip(at, std.tolist(), strict=True) if deviation > 0]
+
+    def feeds(
+        self, trajectories: Sequence[Trajectory], scores: Scores | None, pictures: Batch | None, cycle: int
+    ) -> dict[str, Batch]:
+        """A row a sample; its stochastic steps by their true indices, with the sigmas that they were sampled at (B35).
+
+        Raises:
+            ValueError: the samples do not all have the same number of scored steps.
+        """
+        assert scores is not None
+        steps = [[i for i, p in enumerate(t.log_prob.tolist()) if not math.isnan(p)] for t in trajectories]
+        counts = {len(own) for own in steps}
+        if len(counts) > 1:
+            raise ValueError(
+                f"algorithm.steps.strategy {self.config.steps.strategy!r} gives {sorted(counts)} scored steps in one "
+                "cycle; every sample must have as many"
+            )
+        pairs = list(zip(trajectories, steps, strict=True))
+        self._check_sampled(trajectories)
+        advantage, weight = group_advantages(trajectories, scores.total, self.config.advantage, self.group_size)
+        fields = rows_of([t.request.sample for t in trajectories], cycle) | {
+            "weight": weight,
+            "advantage": advantage,
+            "version": torch.tensor([t.version for t in trajectories]),
+            "guard": torch.stack([t.request.sigmas[1] for t in trajectories]),
+            "x": torch.stack([torch.stack([t.latent(i) for i in own]) for t, own in pairs]),
+            "y": torch.stack([torch.stack([t.latent(i + 1) for i in own]) for t, own in pairs]),
+            "sigma": torch.stack([t.sigmas[own] for t, own in pairs]),
+            "sigma_next": torch.stack([t.sigmas[[i + 1 for i in own]] for t, own in pairs]),
+            "log_prob": torch.stack([t.log_prob[own] for t, own in pairs]),
+        }
+        return {"rollout": Batch(fields, tuple(t.request.prompt for t in trajectories))}
+
+    def _check_sampled(self, trajectories: Sequence[Trajectory]) -> None:
+        """Training scores what was sampled, or not at all (B41): a dumped rollout may be of other settings."""
+        for name in ("kind", "eta", "guidance"):
+            own = getattr(self.config, name)
+            other = next((getattr(t.request, name) for t in trajectories if getattr(t.request, name) != own), None)
+            if other is not None:
+                raise ValueError(f"the rollout was made with {name} {other!r}, and algorithm.{name} is {own!r}")
+
+    def _moments(self, roles: Roles, role: str, batch: Batch) -> tuple[Tensor, Tensor]:
+        c = self.config
+        assert batch.condition is not None
+        v = roles.velocity(role, c.guidance)(batch["x"], batch["sigma"], batch.condition)
+        return transition.moments(c.kind, c.eta, batch["x"], v, batch["sigma"], batch["sigma_next"], batch["guard"])
+
+    def _log_prob(self, y: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+        score = transition.log_prob if self.config.score == "gaussian" else transition.log_prob_no_constants
+        return score(y, mean, std)
+
+    def _gaps(self, roles: Roles, batch: Batch, mean: Tensor, std: Tensor) -> dict[str, Tensor]:
+        """How far the trainer's log-probs of fresh transitions are from the engine's; 0 where the policy is gone."""
+        gap = (transition.log_prob(batch["y"], mean.detach(), std) - batch["log_prob"]).abs()
+        gap = torch.where(batch["version"] == roles.versions["policy"], gap, 0)
+        return dict.fromkeys(GAPS, gap)
+
+    def _score_again(self, roles: Roles, batch: Batch) -> Mapping[str, Tensor]:
+        """What the policy says of the transitions before this rollout moves it: what later ratios compare with.
+
+        A replayed rollout is of another policy, whose recorded log-probs stay.
+        """
+        mean, std = self._moments(roles, "policy", batch)
+        fresh = batch["version"] == roles.versions["policy"]
+        old = torch.where(fresh, self._log_prob(batch["y"], mean, std), batch["log_prob"])
+        kept = {"old_log_prob": old, "old_mean": mean}
+        return {name: kept[name] for name in self._old_fields} | self._gaps(roles, batch, mean, std)
+
+    def _measure_kl(self, roles: Roles, batch: Batch) -> Mapping[str, Tensor]:
+        """KL to the start, a transition: over all elements in nats, and their mean."""
+        mean, std = self._moments(roles, "policy", batch)
+        reference, _ = self._moments(roles, "reference", batch)
+        kl = transition.gaussian_kl(mean, reference, std)
+        return {"mean": kl, "nats": kl * batch["x"][0].numel()}
+
+    def _improve(self, roles: Roles, batch: Batch) -> Mapping[str, Tensor]:
+        """The clipped policy gradient of a transition."""
+        c = self.config
+        mean, std = self._moments(roles, "policy", batch)
+        log_ratio = self._log_ratio(roles, batch, mean, std)
+        loss, clipped = clipped_loss(batch["advantage"], log_ratio, c.clip)
+        if c.ratio == "guard":
+            loss = loss / (batch["sigma"] - batch["sigma_next"])
+        ratio = log_ratio.detach().exp()
+        out = {"clip_fraction": clipped, "ratio": ratio}
+        out |= dict.fromkeys(("ratio_deviation", "ratio_deviation_max"), (ratio - 1).abs())
+        if c.kl_weight:
+            penalty = self._penalty(roles, batch, mean, std)
+            loss, out["kl_penalty"] = loss + c.kl_weight * penalty, penalty.detach()
+        if not self._recomputes_old:
+            out |= self._gaps(roles, batch, mean, std)
+        return out | {"loss": loss}
+
+    def _log_ratio(self, roles: Roles, batch: Batch, mean: Tensor, std: Tensor) -> Tensor:
+        """Of new to old. A rollout's only update is exactly on-policy: its old value is the new one, held fixed."""
+        c = self.config
+        if c.ratio == "guard":
+            old_mean = batch["old_mean"] if self._recomputes_old else mean.detach()
+            return guard_log_ratio(batch["y"], mean, old_mean, std)
+        new = self._log_prob(batch["y"], mean, std)
+        if self._recomputes_old:
+            return new - batch["old_log_prob"]
+        on_policy = (batch["version"] == roles.versions["policy"]) & (c.updates * c.epochs == 1)
+        return new - torch.where(on_policy, new.detach(), batch["log_prob"])
+
+    def _penalty(self, roles: Roles, batch: Batch, mean: Tensor, std: Tensor) -> Tensor:
+        """KL to the start. "As flow_grpo" leaves ``|dt|`` out of the variance of sde and dance, as its code does."""
+        with torch.no_grad():
+            reference, _ = self._moments(roles, "reference", batch)
+        kl = transition.gaussian_kl(mean, reference, std)
+        if self.config.kl_form == "flow_grpo" and self.config.kind in ("sde", "dance"):
+            return kl * (batch["sigma"] - batch["sigma_next"])
+        return kl
+
+
+def build(config: RunConfig) -> Algorithm:
+    """Flow-GRPO of a recipe. A kernel or strategy of the user is loaded and tried here, before any model.
+
+    Raises:
+        ValueError: the kind or the strategy is unknown or fails, or no step can be scored.
+    """
+    assert isinstance(config.algorithm, FlowGRPOConfig)
+    kind = config.algorithm.kind
+    if kind not in transition.KINDS:
+        if kind not in config.plugins:
+            raise ValueError(
+                f"algorithm.kind is {kind!r}; known are sde, cps, dance, or a kernel of yours that is also listed "
+                "under plugins"
+            )
+        transition.register_kernel(kind, load_plugin(kind, config.plugins))
+    size = (config.rollout or RolloutConfig()).group_size
+    try:
+        strategy = _strategy(config, config.algorithm, size)
+    except ValueError as error:
+        raise ValueError(f"algorithm.steps: {error}") from None
+    algorithm = FlowGRPO(config.algorithm, config.seed, size, strategy)
+    algorithm.plan(0)
+    return algorithm
+
+
+def _strategy(config: RunConfig, algorithm: FlowGRPOConfig, group_size: int) -> StepStrategy:
+    s, batch_size = algorithm.steps, config.data.batch_size
+    shared = {"sample": 1, "group": group_size, "cycle": batch_size}[s.shared or "cycle"]
+    low, high = _range(algorithm)
+    if s.strategy == "all":
+        return all_but_last
+    if s.strategy == "window":
+        return shared_draw(sde_window(s.count or 0, low, high), shared)
+    if s.strategy == "moving_window":
+        return moving_window(s.count or 0, low, high, (s.move_every or 0) * batch_size)
+    if s.strategy == "choice":
+        return epoch_global_random_choice(s.candidates or (), s.count or 0, shared)
+    if s.strategy not in config.plugins:
+        raise ValueError(
+            f"strategy is {s.strategy!r}; known are all, window, moving_window, choice, or a function of yours that is "
+            "also listed under plugins"
+        )
+    return load_plugin(s.strategy, config.plugins)
+
+
+def _range(algorithm: FlowGRPOConfig) -> tuple[int, int]:
+    """First step and end of the range that windows lie in; by default every step but the last.
+
+    Raises:
+        ValueError: no step starts at a sigma of the range.
+    """
+    s, num_steps = algorithm.steps, algorithm.num_steps
+    if s.sigmas is None:
+        return s.range or (0, num_steps - 1)
+    grid = sigma_grid(num_steps, algorithm.shift)[:-1].tolist()
+    inside = [i for i, sigma in enumerate(grid) if s.sigmas[0] <= sigma <= s.sigmas[1]]
+    if not inside:
+        raise ValueError(
+            f"sigmas is {s.sigmas}, and no step of {num_steps} starts there: {[round(x, 3) for x in grid]}"
+        )
+    return inside[0], inside[-1] + 1

@@ -1,0 +1,159 @@
+"""One cycle's rollout: sampled in parts that are scored beside the sampling, dead groups replaced, kept or replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sigmazero.algorithms.advantages import dead_groups
+from sigmazero.algorithms.base import Algorithm
+from sigmazero.config import RolloutConfig, RunConfig
+from sigmazero.data import PromptStream
+from sigmazero.engines.base import Engine
+from sigmazero.models.base import FlowModel
+from sigmazero.pictures import quantized
+from sigmazero.records import Scores, Trajectory
+from sigmazero.rewards.scorer import Scorer
+from sigmazero.training import dump
+
+PART = 64  # samples that are made, decoded and handed to the rewards at a time
+
+
+@dataclass
+class Rollout:
+    """What a cycle trains on."""
+
+    trajectories: list[Trajectory]
+    scores: Scores | None
+    samples: range  # that were drawn, those of replaced groups included
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Collector:
+    """Makes rollouts. It holds nothing that evolves: a rollout is a function of weights, sample index and cycle.
+
+    Args:
+        scorer: None for algorithms without rewards.
+        folder: of the run, for rollouts that are kept.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        algorithm: Algorithm,
+        model: FlowModel,
+        engine: Engine,
+        prompts: PromptStream,
+        scorer: Scorer | None,
+    ) -> None:
+        self._config, self._algorithm, self._model, self._engine = config, algorithm, model, engine
+        self._prompts, self._scorer = prompts, scorer
+        self._settings = config.rollout or RolloutConfig()
+        self._replayed = dump.find(self._settings.replay) if self._settings.replay else []
+
+    def collect(self, first: int, cycle: int) -> Rollout:
+        """The rollout of a cycle, samples ``first`` on.
+
+        Raises:
+            ValueError: more samples than ``rollout.max_failed`` allows have no score.
+        """
+        size = self._config.data.batch_size
+        if self._replayed:
+            trajectories, scores = dump.load(self._replayed[cycle % len(self._replayed)])
+            return Rollout(trajectories, scores, range(first, first + size), _reward_metrics(scores.values))
+        trajectories, values = self._sample(range(first, first + size), cycle)
+        if self._scorer is None or not trajectories:
+            return Rollout(trajectories, None, range(first, first + size))
+        rollout = self._filtered(trajectories, values, first, cycle)
+        if self._settings.dump_every and cycle % self._settings.dump_every == 0:
+            assert rollout.scores is not None
+            dump.save(Path(self._config.output) / dump.FOLDER, cycle, rollout.trajectories, rollout.scores)
+        return rollout
+
+    def _sample(self, samples: range, cycle: int) -> tuple[list[Trajectory], dict[str, Tensor]]:
+        """Trajectories, and their values by reward. The rewards work on one part while the next is sampled."""
+        group = self._algorithm.group_size or 1
+        prompts = self._prompts.prompts([sample // group for sample in samples])
+        requests = self._algorithm.requests(prompts, samples, cycle)
+        if self._scorer is None or not requests:
+            return (self._engine.generate(requests) if requests else []), {}
+        done: list[Trajectory] = []
+        for start in range(0, len(requests), PART):
+            part = self._engine.generate(requests[start : start + PART])
+            pictures = quantized(self._model.decode(torch.stack([t.latents[-1] for t in part]))).cpu()
+            self._scorer.submit(pictures, [t.request.prompt for t in part])
+            done += part
+        values, failures = self._scorer.gather()
+        self._check_failures(self._scorer.total(values), failures)
+        return done, values
+
+    def _check_failures(self, total: Tensor, failures: Sequence[str]) -> None:
+        failed = int((~torch.isfinite(total)).sum())
+        if failed > self._settings.max_failed * len(total):
+            raise ValueError(
+                f"{failed} of {len(total)} samples have no reward, more than rollout.max_failed allows "
+                f"({self._settings.max_failed:g} of them): {'; '.join(dict.fromkeys(failures[:3]))}"
+            )
+
+    def _filtered(self, trajectories: list[Trajectory], values: dict[str, Tensor], first: int, cycle: int) -> Rollout:
+        """Replaces groups that teach nothing, by as many new ones as are missing, up to ``max_refills`` times."""
+        assert self._scorer is not None
+        size, seen, end = self._algorithm.group_size, values, first + len(trajectories)
+        total = self._scorer.total(values)
+        metrics = _group_metrics(total, _groups(trajectories), size)
+        for _ in range(self._settings.max_refills):
+            missing = len(dead_groups(total, _groups(trajectories)))
+            if not missing:
+                break
+            more, new = self._sample(range(end, end + missing * size), cycle)
+            end += missing * size
+            seen = _joined(seen, new)
+            trajectories, values = _live(trajectories + more, _joined(values, new), self._scorer)
+            total = self._scorer.total(values)
+        metrics |= _reward_metrics(seen) | {"reward/failed": float((~torch.isfinite(self._scorer.total(seen))).sum())}
+        if self._settings.max_refills:
+            metrics["group/refilled"] = (end - first - self._config.data.batch_size) / size
+        return Rollout(trajectories, Scores(values, total), range(first, end), metrics)
+
+
+def _groups(trajectories: Sequence[Trajectory]) -> Tensor:
+    return torch.tensor([t.request.group for t in trajectories])
+
+
+def _joined(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Values of two sets of samples; nan where a set lacks a reward, as one that failed throughout does."""
+    counts = [len(next(iter(values.values()))) for values in (a, b)]
+    nothing = [torch.full((n,), torch.nan, dtype=torch.float64) for n in counts]
+    return {name: torch.cat([a.get(name, nothing[0]), b.get(name, nothing[1])]) for name in {**a, **b}}
+
+
+def _live(
+    trajectories: list[Trajectory], values: dict[str, Tensor], scorer: Scorer
+) -> tuple[list[Trajectory], dict[str, Tensor]]:
+    """The samples of groups that teach something; all of them where no group does."""
+    groups = _groups(trajectories)
+    dead = dead_groups(scorer.total(values), groups)
+    rows = [i for i, group in enumerate(groups.tolist()) if group not in dead] or list(range(len(trajectories)))
+    return [trajectories[i] for i in rows], {name: value[rows] for name, value in values.items()}
+
+
+def _reward_metrics(values: Mapping[str, Tensor]) -> dict[str, float]:
+    """Mean and deviation of each reward over the samples that have one."""
+    metrics: dict[str, float] = {}
+    for name, value in values.items():
+        own = value[torch.isfinite(value)]
+        if len(own):
+            metrics |= {f"reward/{name}": float(own.mean()), f"reward_std/{name}": float(own.std(correction=0))}
+    return metrics
+
+
+def _group_metrics(total: Tensor, groups: Tensor, size: int) -> dict[str, float]:
+    """Share of groups that teach nothing, and the mean deviation inside a group, as sampled."""
+    dead = len(dead_groups(total, groups)) / max(1, len(groups) // size)
+    inside = [total[groups == g] for g in groups.unique()]
+    stds = [float(own[torch.isfinite(own)].std(correction=0)) for own in inside if bool(torch.isfinite(own).any())]
+    return {"group/dead": dead, "group/std": sum(stds) / len(stds) if stds else 0.0}
