@@ -315,7 +315,6 @@ class _Decoupled(_Settings):
     shift: Shift = 3.0
     timesteps: Literal["stratified", "full"] = "stratified"  # full: those of the rollout's grid
     num_timesteps: int | None = Field(default=None, ge=1, le=1000)  # stratified: how many; null: num_steps
-    advantage: AdvantageConfig = AdvantageConfig()
     updates: int = Field(default=1, ge=1, le=10_000)  # optimizer steps a rollout
     ema_decay: float = Field(default=0.9, ge=0, lt=1)
     evaluation_steps: int | None = Field(default=None, ge=1, le=1000)  # null: num_steps
@@ -331,6 +330,7 @@ class NFTConfig(_Decoupled):
     """DiffusionNFT (arXiv 2509.16117): the engine samples the old policy."""
 
     name: Literal["nft"]
+    advantage: AdvantageConfig = AdvantageConfig()
     beta: float = Field(default=1.0, gt=0)
     advantage_range: float = Field(default=5.0, gt=0)  # c
     kl_weight: float = Field(default=0.0, ge=0)  # k, of the distance to the start; 0: the reference is not called
@@ -341,6 +341,7 @@ class AWMConfig(_Decoupled):
     """Advantage-weighted matching (arXiv 2509.25050): on-policy, the loss of flow matching times the advantage."""
 
     name: Literal["awm"]
+    advantage: AdvantageConfig = AdvantageConfig()
 
 
 class BestOfGroupConfig(_Decoupled):

@@ -45,33 +45,52 @@ def _merge(into: dict[str, Any], dotted: dict[str, Any]) -> dict[str, Any]:
     return into
 
 
-@pytest.fixture
-def dmd2(weights: Path, tmp_path: Path) -> MakeRun:
-    """``dmd2({"algorithm.num_steps": 4})``: settings of a tiny distillation, some changed."""
+def _make(weights: Path, folder: Path, own: dict[str, Any]) -> MakeRun:
     base = {
-        "output": str(tmp_path / "run"),
+        "output": str(folder / "run"),
         "num_cycles": 4,
         "model": {"path": str(weights)},
         "data": {"batch_size": 6},
-        "algorithm": {"name": "dmd2", "num_steps": 3, "teacher_steps": 4, "fake_updates": 2},
-        "optimizers": {"student": {"lr": 1e-2, "betas": [0.0, 0.99]}, "fake_score": {"lr": 1e-2}},
         "training": {"threads": 1, "log_every": 1, "checkpoint_every": 2, "tensorboard": False},
         "evaluate": {"num_captions": 8, "samples_per_caption": 2, "num_reference": 256, "bootstrap": 20},
+        **own,
     }
     return lambda changes=None: parse(_merge(copy.deepcopy(base), changes or {}))
+
+
+@pytest.fixture
+def dmd2(weights: Path, tmp_path: Path) -> MakeRun:
+    """``dmd2({"algorithm.num_steps": 4})``: settings of a tiny distillation, some changed."""
+    own = {
+        "algorithm": {"name": "dmd2", "num_steps": 3, "teacher_steps": 4, "fake_updates": 2},
+        "optimizers": {"student": {"lr": 1e-2, "betas": [0.0, 0.99]}, "fake_score": {"lr": 1e-2}},
+    }
+    return _make(weights, tmp_path, own)
 
 
 @pytest.fixture
 def flow_matching(weights: Path, tmp_path: Path) -> MakeRun:
     """The same for velocity regression."""
-    base = {
-        "output": str(tmp_path / "run"),
-        "num_cycles": 4,
-        "model": {"path": str(weights)},
-        "data": {"batch_size": 6},
-        "algorithm": {"name": "flow_matching", "num_steps": 2},
-        "optimizers": {"student": {"lr": 1e-2}},
-        "training": {"threads": 1, "log_every": 1, "checkpoint_every": 2, "tensorboard": False},
-        "evaluate": {"num_captions": 8, "samples_per_caption": 2, "num_reference": 256, "bootstrap": 20},
+    own = {"algorithm": {"name": "flow_matching", "num_steps": 2}, "optimizers": {"student": {"lr": 1e-2}}}
+    return _make(weights, tmp_path, own)
+
+
+@pytest.fixture
+def flow_grpo(weights: Path, tmp_path: Path) -> MakeRun:
+    """The same for coupled online RL: two groups of three samples, four steps, JPEG size as the reward."""
+    return _make(weights, tmp_path, _rewarded({"name": "flow_grpo", "num_steps": 4, "kl_every": 2}))
+
+
+@pytest.fixture
+def nft(weights: Path, tmp_path: Path) -> MakeRun:
+    """The same for decoupled online RL, two training sigmas a sample. ``algorithm.name`` changes to its siblings."""
+    return _make(weights, tmp_path, _rewarded({"name": "nft", "num_steps": 3, "num_timesteps": 2}))
+
+
+def _rewarded(algorithm: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "algorithm": algorithm,
+        "rollout": {"group_size": 3},
+        "rewards": {"jpeg": {"kind": "jpeg"}},
+        "optimizers": {"policy": {"lr": 1e-2}},
     }
-    return lambda changes=None: parse(_merge(copy.deepcopy(base), changes or {}))

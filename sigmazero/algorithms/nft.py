@@ -23,6 +23,7 @@ from sigmazero.algorithms.advantages import group_advantages
 from sigmazero.algorithms.base import Algorithm, Arm, Average, Phase, Term, warmed_up_decay
 from sigmazero.algorithms.losses import dpo_loss, nft_loss, velocity_loss
 from sigmazero.config import (
+    AdvantageConfig,
     AWMConfig,
     BestOfGroupConfig,
     DPOConfig,
@@ -113,7 +114,8 @@ class Decoupled:
     ) -> dict[str, Batch]:
         assert scores is not None
         c = self.config
-        advantage, weight = group_advantages(trajectories, scores.total, c.advantage, self.group_size)
+        how = c.advantage if isinstance(c, (NFTConfig, AWMConfig)) else AdvantageConfig()
+        advantage, weight = group_advantages(trajectories, scores.total, how, self.group_size)
         samples = [t.request.sample for t in trajectories]
         x0 = torch.stack([t.latents[-1] for t in trajectories])
         fields = rows_of(samples, cycle) | {"weight": weight, "advantage": advantage, "x0": x0}
