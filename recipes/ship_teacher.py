@@ -1,6 +1,7 @@
-"""Makes the shipped teacher of a finished teacher run: its averaged weights in half precision.
+"""Makes the shipped teacher, or the half-trained model, of a finished run: its averaged weights in half precision.
 
 run: python recipes/ship_teacher.py runs/glyph_teacher sigmazero/assets/glyph_teacher.safetensors
+     python recipes/ship_teacher.py runs/glyph_half_trained sigmazero/assets/glyph_half_trained.safetensors
 """
 
 from __future__ import annotations

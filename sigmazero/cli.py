@@ -13,7 +13,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Post-trains flow-matching image models: few-step distillation, in one loop.",
+    help="Post-trains flow-matching image models: few-step distillation and online rewards, in one loop.",
 )
 
 Recipe = Annotated[Path, typer.Argument(help="a recipe, for example recipes/glyph_dmd2.yaml")]
@@ -51,6 +51,24 @@ def show(recipe: Recipe, overrides: Overrides = None) -> None:
     from sigmazero.launch.plan import describe
 
     print(describe(config))
+
+
+@app.command()
+def probe(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    json: Annotated[bool, typer.Option("--json", help="print the gaps as JSON")] = False,
+) -> None:
+    """Sample one cycle, compute it again as training does, and print how far the two are apart; update nothing."""
+    from sigmazero.config import load_recipe
+
+    config = load_recipe(recipe, overrides or [])
+    from sigmazero.launch import probe as launch
+
+    gaps = launch.probe(config)
+    print(launch.as_json(gaps) if json else launch.table(gaps))
+    worst = max(gap.log_prob_max or 0.0 for gap in gaps), max(gap.velocity_max for gap in gaps)
+    print(f"finished: greatest gap in log-prob {worst[0]:.3g}, in velocity {worst[1]:.3g}", file=sys.stderr)
 
 
 @app.command()

@@ -15,7 +15,7 @@ LINE_EVERY = 10.0  # seconds
 
 
 class CycleProgress:
-    """Counts cycles: rate, remaining time, the losses of all roles.
+    """Counts cycles: rate, remaining time, the losses of all roles, or the rewards where there are any.
 
     Args:
         what: the word in front. start, total: cycles done and to do.
@@ -24,30 +24,28 @@ class CycleProgress:
     def __init__(self, what: str, start: int, total: int, stream: TextIO | None = None) -> None:
         self._what, self._start, self._total = what, start, total
         self._began = self._printed = time.perf_counter()
-        self._losses: dict[str, float] = {}
+        self._shown: dict[str, float] = {}
         console = Console(file=stream or sys.stderr)
         self._stream = console.file
         self._bar: Progress | None = None
         if console.is_terminal:
             self._bar = Progress(
                 TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"),
-                TimeRemainingColumn(), TextColumn("{task.fields[losses]}"), console=console,
+                TimeRemainingColumn(), TextColumn("{task.fields[values]}"), console=console,
             )  # fmt: skip
-            self._task = self._bar.add_task(what, total=total, completed=start, rate="", losses="")
+            self._task = self._bar.add_task(what, total=total, completed=start, rate="", values="")
 
     def update(self, done: int, metrics: Mapping[str, float] | None = None) -> None:
-        for name, value in (metrics or {}).items():
-            if name.startswith("train/") and name.endswith("_loss"):
-                self._losses[name.removeprefix("train/").removesuffix("_loss")] = value
+        self._shown |= _worth_watching(metrics or {})
         now = time.perf_counter()
         rate = (done - self._start) / max(now - self._began, 1e-9)
-        losses = " ".join(f"{name} {value:.4f}" for name, value in self._losses.items())
+        values = " ".join(f"{name} {value:.4f}" for name, value in self._shown.items())
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, rate=f"{rate:.1f}/s", losses=losses)
+            self._bar.update(self._task, completed=done, rate=f"{rate:.1f}/s", values=values)
         elif now - self._printed >= LINE_EVERY or done == self._total:
             self._printed = now
             left = (self._total - done) / max(rate, 1e-9)
-            text = f"{self._what} {done}/{self._total}  {rate:.1f}/s  {left:.0f} s left  {losses}"
+            text = f"{self._what} {done}/{self._total}  {rate:.1f}/s  {left:.0f} s left  {values}"
             print(text.rstrip(), file=self._stream, flush=True)
 
     def __enter__(self) -> CycleProgress:
@@ -60,3 +58,16 @@ class CycleProgress:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def _worth_watching(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Rewards by name, or else the losses: those of online RL say nothing."""
+    rewards = {
+        n.removeprefix("reward/"): v for n, v in metrics.items() if n.startswith("reward/") and n != "reward/failed"
+    }
+    losses = {
+        n[len("train/") : -len("_loss")]: v
+        for n, v in metrics.items()
+        if n.startswith("train/") and n.endswith("_loss")
+    }
+    return rewards or losses

@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[1]
 COMMANDS: dict[str, set[str]] = {
     "train": set(),
     "show": set(),
+    "probe": {"--json"},
     "evaluate": set(),
     "sample": {"--prompt", "--count", "--role", "--num-steps", "--guidance", "--seed", "--output"},
 }
@@ -507,7 +508,8 @@ def test_b54_every_documented_command_is_understood() -> None:
         assert command in COMMANDS, text
         options = {a.split("=")[0] for a in arguments if a.startswith("--")}
         assert options <= COMMANDS[command] | {"--help"}, text
-        if command in ("train", "show") and arguments and arguments[0].endswith(".yaml") and "/" in arguments[0]:
+        of_recipe = command in ("train", "show", "probe") and arguments and "/" in arguments[0]
+        if of_recipe and arguments[0].endswith(".yaml"):
             overrides = [a for a in arguments[1:] if "=" in a and "..." not in a]
             if (ROOT / arguments[0]).is_file():
                 load_recipe(ROOT / arguments[0], overrides)

@@ -40,7 +40,7 @@ ORDER = (
     *("training", "training.state", "training.phase", "training.dump", "training.rollout"),
     *("training.checkpoint", "training.folder", "training.trainer"),
     "report",
-    *("launch", "launch.judge", "launch.local", "launch.plan", "launch.reopen"),
+    *("launch", "launch.judge", "launch.local", "launch.plan", "launch.probe", "launch.reopen"),
     "cli",
     "__main__",
 )

@@ -42,6 +42,7 @@ class Built:
     algorithm: Algorithm
     roles: Roles
     engine: LocalEngine
+    prompts: PromptStream
     scorer: Scorer | None  # where the algorithm learns from rewards
     trainer: Trainer
     inputs: dict[str, str]  # hashes of what the settings name, by setting
@@ -127,7 +128,7 @@ def build(config: RunConfig) -> Built:
     inputs = {"model.path": roles.base_fingerprint}
     if isinstance(prompts, PromptFile):
         inputs["data.prompts"] = prompts.fingerprint
-    return Built(config, algorithm, roles, engine, scorer, trainer, inputs)
+    return Built(config, algorithm, roles, engine, prompts, scorer, trainer, inputs)
 
 
 def _device(name: str) -> torch.device:
