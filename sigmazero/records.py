@@ -40,7 +40,8 @@ class Prompt:
 class Conditioning:
     """What the network is told of each row's prompt, as the family encoded it: named tensors ``[rows, ...]``.
 
-    ``Conditioning({"tokens": int64 [2, 5]})``.
+    ``Conditioning({"tokens": int64 [2, 5]})``. Fields of another length in dimension 1 are padded with zeros when rows
+    are put together; a family whose prompts differ in length has a mask among its fields, and really applies it (B09).
     """
 
     fields: Mapping[str, Tensor]
@@ -57,7 +58,15 @@ class Conditioning:
 
     @staticmethod
     def cat(parts: Sequence[Conditioning]) -> Conditioning:
-        return Conditioning({name: torch.cat([part[name] for part in parts]) for name in parts[0].fields})
+        return Conditioning({name: _padded_cat([part[name] for part in parts]) for name in parts[0].fields})
+
+
+def _padded_cat(parts: Sequence[Tensor]) -> Tensor:
+    if parts[0].ndim < 2 or len({part.shape[1] for part in parts}) == 1:
+        return torch.cat(list(parts))
+    longest = max(part.shape[1] for part in parts)
+    beyond = [[0, 0] * (part.ndim - 2) + [0, longest - part.shape[1]] for part in parts]
+    return torch.cat([torch.nn.functional.pad(part, pad) for part, pad in zip(parts, beyond, strict=True)])
 
 
 @dataclass(frozen=True)
