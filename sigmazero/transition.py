@@ -35,12 +35,13 @@ def register_kernel(kind: str, kernel: Kernel) -> None:
     x, sigma = torch.zeros(2, 3, 4, 4), torch.tensor([1.0, 0.5])
     try:
         mean, std = kernel(0.5, x, torch.ones_like(x), sigma, sigma - 0.25, torch.tensor([0.75, 0.75]))
-        fits = mean.shape == x.shape and std.shape == sigma.shape and bool((torch.isfinite(std) & (std >= 0)).all())
+        finite = bool(torch.isfinite(mean).all() and torch.isfinite(std).all() and (std >= 0).all())
+        fits = finite and mean.shape == x.shape and std.shape == sigma.shape
     except Exception as error:
         raise ValueError(f"transition kernel {kind!r} fails: {' '.join(str(error).split())}") from error
     if not fits:
         raise ValueError(
-            f"transition kernel {kind!r} must return a mean [b, ...] like x and a finite std [b] of at least 0"
+            f"transition kernel {kind!r} must return a finite mean [b, ...] like x and a finite std [b] of at least 0"
         )
     _KERNELS[kind] = kernel
 

@@ -6,10 +6,13 @@ import pytest
 from sigmazero.records import StepPlan
 from sigmazero.strategies import (
     StepStrategy,
+    all_but_last,
     checked_plan,
     epoch_global_random_choice,
+    moving_window,
     ode_and_return_last,
     sde_window,
+    shared_draw,
     stop_at_random_step,
 )
 
@@ -19,6 +22,9 @@ STRATEGIES = {
     "epoch_global_random_choice": epoch_global_random_choice((1, 3, 4, 6), 2, 3),
     "ode_and_return_last": ode_and_return_last,
     "stop_at_random_step": stop_at_random_step(),
+    "all_but_last": all_but_last,
+    "moving_window": moving_window(2, 1, 8, 5),
+    "shared_draw": shared_draw(sde_window(2, 1, 8), 4),
 }
 
 
@@ -35,7 +41,7 @@ def test_a_plan_is_a_pure_function_of_its_arguments(name: str) -> None:
     assert forwards == backwards[::-1]
 
 
-@pytest.mark.parametrize("name", ["sde_window", "epoch_global_random_choice", "stop_at_random_step"])
+@pytest.mark.parametrize("name", ["sde_window", "epoch_global_random_choice", "stop_at_random_step", "shared_draw"])
 def test_another_seed_gives_other_plans(name: str) -> None:
     strategy = STRATEGIES[name]
     assert [strategy(s, 10, 5) for s in range(40)] != [strategy(s, 10, 6) for s in range(40)]
@@ -185,3 +191,44 @@ def test_steps_outside_the_schedule_are_refused_at_the_call(strategy: StepStrate
 def test_a_draw_for_no_sample_is_refused(samples_per_draw: int) -> None:
     with pytest.raises(ValueError, match="samples_per_draw"):
         stop_at_random_step(samples_per_draw)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "sde"), [(4, (0, 1, 2)), (2, (0,)), (1, ())], ids=["four", "two", "none is left of one"]
+)
+def test_all_but_last_returns_every_latent_of_its_steps_and_the_sample(num_steps: int, sde: tuple[int, ...]) -> None:
+    ret = tuple(range(num_steps + 1)) if sde else (1,)
+    assert {all_but_last(s, num_steps, seed) for s in range(3) for seed in range(3)} == {StepPlan(sde, ret, None)}
+
+
+def test_a_moving_window_goes_through_its_range_and_stays_at_the_end() -> None:
+    strategy = moving_window(2, 1, 5, 3)
+    firsts = []
+    for sample in range(20):
+        sde, ret, stop = strategy(sample, 10, 0)
+        assert sde is not None
+        assert sde == (sde[0], sde[0] + 1)
+        assert ret == (sde[0], sde[0] + 1, sde[0] + 2, 10)
+        assert stop is None
+        firsts.append(sde[0])
+    assert firsts == [1] * 3 + [2] * 3 + [3] * 14
+
+
+def test_a_window_as_wide_as_its_range_does_not_move() -> None:
+    assert {moving_window(3, 1, 4, 1)(s, 4, 0).sde for s in range(9)} == {(1, 2, 3)}
+
+
+@pytest.mark.parametrize(
+    ("count", "low", "high", "per_move"), [(0, 0, 4, 1), (5, 0, 4, 1), (1, -1, 3, 1), (1, 4, 4, 1), (1, 0, 4, 0)]
+)
+def test_a_moving_window_that_cannot_move_is_refused(count: int, low: int, high: int, per_move: int) -> None:
+    with pytest.raises(ValueError, match=rf"moving_window: {count} steps do not fit .*, moved every {per_move}"):
+        moving_window(count, low, high, per_move)
+
+
+@pytest.mark.parametrize("samples_per_draw", [1, 4, 6])
+def test_b35_samples_that_share_a_draw_follow_the_first_of_them(samples_per_draw: int) -> None:
+    each = sde_window(2, 1, 8)
+    plans = [shared_draw(each, samples_per_draw)(s, 10, 5) for s in range(48)]
+    assert plans == [each(s - s % samples_per_draw, 10, 5) for s in range(48)]
+    assert len(set(plans)) > 2

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributions import Normal
+from torch.distributions import Normal, kl_divergence
 
 from sigmazero import seeds, transition
 from sigmazero.schedule import column, sigma_grid
@@ -222,3 +222,84 @@ def test_b34_a_step_without_noise_leaves_the_gradient_of_its_neighbour_finite() 
     mean, std = transition.moments("cps", 0.7, x, factor * x, now, after, guard)
     (gradient,) = torch.autograd.grad(transition.log_prob(2 * x, mean, std)[1], factor)
     assert gradient.isfinite()
+
+
+def test_b37_kl_is_that_of_two_normals_as_a_mean_over_elements() -> None:
+    mean, std = table_step("sde", 0.7, 4)
+    wanted = kl_divergence(Normal(mean, column(std, mean)), Normal(Y, column(std, mean))).mean((1, 2, 3))
+    close(transition.gaussian_kl(mean, Y, std), wanted)
+
+
+@pytest.mark.parametrize("shape", [(4, 8, 8), (4, 64, 64)])
+def test_b37_kl_of_a_known_shift_by_hand_at_any_resolution(shape: tuple[int, ...]) -> None:
+    std = torch.tensor([0.2, 0.5])
+    mean = torch.zeros(2, *shape)
+    close(transition.gaussian_kl(mean + 0.3, mean, std), [0.3**2 / (2 * 0.2**2), 0.3**2 / (2 * 0.5**2)])
+    assert transition.gaussian_kl(mean, mean, std).tolist() == [0, 0]
+
+
+def test_b34_a_step_without_noise_has_no_kl_and_leaves_its_neighbours_gradient_alone() -> None:
+    mean = X.clone().requires_grad_()
+    kl = transition.gaussian_kl(mean, Y, torch.tensor([0.0, 0.5]))
+    assert kl.isnan().tolist() == [True, False]
+    (gradient,) = torch.autograd.grad(kl[1], mean)
+    close(gradient[1], (X - Y)[1] / (64 * 0.25))
+    assert gradient.isfinite().all()
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone afterwards."""
+    monkeypatch.setattr(transition, "_KERNELS", {})
+
+
+def halfway(
+    eta: float, x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_guard: Tensor
+) -> tuple[Tensor, Tensor]:
+    return x / 2 + column(sigma_guard, x) * v, eta * (sigma - sigma_next)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_registered_kernel_is_a_kind_with_its_arguments_in_fp32() -> None:
+    with pytest.raises(ValueError, match=r"'halfway' is unknown; known are ode, sde, dance, cps$"):
+        table_step("halfway", 0.5, 4)
+    transition.register_kernel("halfway", halfway)
+    mean, std = table_step("halfway", 0.5, 4, V.bfloat16())
+    assert torch.equal(mean, X / 2 + TABLE[1] * V.bfloat16().float())
+    assert torch.equal(std, (0.5 * (TABLE[4] - TABLE[5])).expand(2))
+    assert table_step("halfway", 0.0, 4)[1].tolist() == [0, 0]
+    with pytest.raises(ValueError, match=r"'other' is unknown; known are ode, sde, dance, cps, halfway$"):
+        table_step("other", 0.5, 4)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("kind", transition.KINDS)
+def test_a_built_in_kind_cannot_be_replaced(kind: str) -> None:
+    with pytest.raises(ValueError, match=f"'{kind}' is built in; give the kernel another name"):
+        transition.register_kernel(kind, halfway)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("kernel", "complaint"),
+    [
+        (lambda *a: 1 / 0, "'mine' fails: division by zero"),
+        (lambda a: a, "'mine' fails: .*positional argument"),
+        (lambda *a: a[1], "'mine' must return a finite mean|'mine' fails"),
+        (lambda *a: None, "'mine' fails"),
+        (lambda *a: (a[1][:1], a[3]), "'mine' must return a finite mean"),
+        (lambda *a: (a[1], a[1]), r"'mine' must return .* a finite std \[b\] of at least 0"),
+        (lambda *a: (a[1], 0.5), "'mine' fails"),
+        (lambda *a: (a[1], -a[3]), "'mine' must return"),
+        (lambda *a: (a[1], a[3] / 0), "'mine' must return"),
+        (lambda *a: (a[1] * math.nan, a[3]), "'mine' must return a finite mean"),
+        (lambda *a: (a[1], a[3] * math.nan), "'mine' must return"),
+        (lambda *a: (a[1], (a[3] / (1 - a[3])).sqrt()), "'mine' must return"),
+    ],
+)
+def test_b34_a_kernel_that_cannot_work_is_refused_and_not_kept(kernel: Any, complaint: str) -> None:
+    """The last one is inf at sigma 1."""
+    with pytest.raises(ValueError, match=complaint):
+        transition.register_kernel("mine", kernel)
+    with pytest.raises(ValueError, match="'mine' is unknown"):
+        transition.check_kind("mine", 0.5)

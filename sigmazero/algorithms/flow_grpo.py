@@ -141,11 +141,25 @@ class FlowGRPO:
             )
         return plan
 
+    def check_drawn(self, steps: Sequence[int]) -> None:
+        """Whether every step that a strategy may ever draw can be scored.
+
+        Raises:
+            ValueError: names those that cannot.
+        """
+        inside = [i for i in steps if 0 <= i < self.config.num_steps]  # a plan with another says so itself
+        without = sorted(set(inside) - set(self._scored(inside)))
+        if without:
+            raise ValueError(
+                f"algorithm.steps.strategy {self.config.steps.strategy!r} may draw step {without[0]} of "
+                f"{self.config.num_steps}, which has no log-probability with kind {self.config.kind!r}; leave it out"
+            )
+
     def _scored(self, steps: Sequence[int]) -> list[int]:
         """The steps whose transition has a std: the last one has none with cps."""
         sigmas, c = sigma_grid(self.config.num_steps, self.config.shift), self.config
         at = list(steps)
-        x, guard = torch.zeros(len(at), 1), sigmas[1].expand(len(at))
+        x, guard = torch.zeros(len(at), 1, 1, 1), sigmas[1].expand(len(at))  # as pictures: a kernel may be the user's
         _, std = transition.moments(c.kind, c.eta, x, x, sigmas[at], sigmas[[i + 1 for i in at]], guard)
         return [i for i, deviation in zip(at, std.tolist(), strict=True) if deviation > 0]
 
@@ -200,9 +214,10 @@ class FlowGRPO:
         return score(y, mean, std)
 
     def _gaps(self, roles: Roles, batch: Batch, mean: Tensor, std: Tensor) -> dict[str, Tensor]:
-        """How far the trainer's log-probs of fresh transitions are from the engine's; 0 where the policy is gone."""
+        """How far the trainer's log-probs are from the engine's; nothing once the policy is another than sampled."""
+        if bool((batch["version"] != roles.versions["policy"]).any()):
+            return {}
         gap = (transition.log_prob(batch["y"], mean.detach(), std) - batch["log_prob"]).abs()
-        gap = torch.where(batch["version"] == roles.versions["policy"], gap, 0)
         return dict.fromkeys(GAPS, gap)
 
     def _score_again(self, roles: Roles, batch: Batch) -> Mapping[str, Tensor]:
@@ -284,6 +299,7 @@ def build(config: RunConfig) -> Algorithm:
     except ValueError as error:
         raise ValueError(f"algorithm.steps: {error}") from None
     algorithm = FlowGRPO(config.algorithm, config.seed, size, strategy)
+    algorithm.check_drawn(_drawn(config.algorithm))
     algorithm.plan(0)
     return algorithm
 
@@ -308,15 +324,25 @@ def _strategy(config: RunConfig, algorithm: FlowGRPOConfig, group_size: int) -> 
     return load_plugin(s.strategy, config.plugins)
 
 
+def _drawn(algorithm: FlowGRPOConfig) -> Sequence[int]:
+    """The steps that a built-in strategy draws from; a user's own is known by what it gives."""
+    if algorithm.steps.strategy in ("window", "moving_window"):
+        return range(*_range(algorithm))
+    return (algorithm.steps.candidates or ()) if algorithm.steps.strategy == "choice" else ()
+
+
 def _range(algorithm: FlowGRPOConfig) -> tuple[int, int]:
     """First step and end of the range that windows lie in; by default every step but the last.
 
     Raises:
-        ValueError: no step starts at a sigma of the range.
+        ValueError: the range exceeds the schedule, or no step starts at a sigma of it.
     """
     s, num_steps = algorithm.steps, algorithm.num_steps
     if s.sigmas is None:
-        return s.range or (0, num_steps - 1)
+        low, high = s.range or (0, num_steps - 1)
+        if high > num_steps:
+            raise ValueError(f"the range [{low}, {high}) exceeds a schedule of {num_steps} steps")
+        return low, high
     grid = sigma_grid(num_steps, algorithm.shift)[:-1].tolist()
     inside = [i for i, sigma in enumerate(grid) if s.sigmas[0] <= sigma <= s.sigmas[1]]
     if not inside:

@@ -22,9 +22,7 @@ ORACLE: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "flow_
 NAN, INF = math.nan, math.inf
 
 
-def of(
-    rewards: Sequence[float], groups: Sequence[int] | None = None, **how: Any
-) -> tuple[list[float], list[float]]:
+def of(rewards: Sequence[float], groups: Sequence[int] | None = None, **how: Any) -> tuple[list[float], list[float]]:
     """Advantages and weights, of one group unless it says otherwise."""
     group = torch.zeros(len(rewards), dtype=torch.long) if groups is None else torch.tensor(groups)
     advantage, weight = advantages(torch.tensor(rewards, dtype=torch.float64), group, **how)
@@ -48,7 +46,7 @@ def test_b10_a_group_without_a_difference_has_exactly_none(rewards: list[float],
     both = [*rewards, 1.0, 5.0]
     advantage, _ = of(both, [*[3] * len(rewards), 4, 4], std=std)
     assert advantage[: len(rewards)] == [0] * len(rewards)
-    assert advantage[-1] == -advantage[-2] > 0.3
+    assert advantage[-1] == -advantage[-2] > 0
 
 
 def test_b10_some_of_these_deviations_are_not_0() -> None:
