@@ -23,11 +23,12 @@ Shift = Annotated[float, Field(ge=0.001, le=1000)]  # of a sigma grid
 
 
 class ModelConfig(_Settings):
-    """Which network: ``path`` is a weight file, ``random`` (untrained), or one of the family's own: ``shipped`` (the
-    teacher) and ``half_trained`` (where online RL starts)."""
+    """Which network. Of ``glyph``, ``path`` is a weight file, ``random`` (untrained), or one of the family's own:
+    ``shipped`` (the teacher) and ``half_trained`` (where online RL starts). Of the others it is a diffusers folder."""
 
-    family: Literal["glyph"] = "glyph"
+    family: Literal["glyph", "sd3", "flux2", "qwen_image"] = "glyph"
     path: str = "shipped"
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the frozen base; trained weights are fp32 in any case
     width: int | None = Field(default=None, ge=32, le=1024, multiple_of=32)  # of a random network; a file has its own
     num_layers: int | None = Field(default=None, ge=1, le=64)  # likewise
     activation_checkpointing: bool = False
@@ -62,6 +63,8 @@ class DataConfig(_Settings):
 
     prompts: str = "glyphs"
     batch_size: int = Field(default=32, ge=1, le=65536)  # samples a cycle
+    height: int | None = Field(default=None, ge=16, le=8192)  # of pictures, in pixels; null: the model's default
+    width: int | None = Field(default=None, ge=16, le=8192)
 
 
 class RolloutConfig(_Settings):
@@ -130,8 +133,9 @@ class RemoteRewardConfig(_Reward):
 
     kind: Literal["remote"]
     url: str = Field(pattern=r"^https?://[^\s]+$")
+    time_limit: float = Field(default=120.0, gt=0, le=86_400)  # seconds a call, with all its tries and waits
     retries: int = Field(default=3, ge=0, le=100)
-    try_limit: float = Field(default=15.0, gt=0, le=86_400)  # seconds a try; time_limit holds them all and the waits
+    try_limit: float = Field(default=15.0, gt=0, le=86_400)  # seconds a try
     token_variable: str = ""
 
 
@@ -289,6 +293,11 @@ class FlowGRPOConfig(_Settings):
             )
         if self.kind == "cps" and self.eta > 1:
             raise ValueError(f"eta is {self.eta}; with cps it lies in (0, 1]")
+        if self.kl_form != "gaussian" and (self.kl_weight == 0 or self.kind not in ("sde", "dance")):
+            raise ValueError(
+                f"kl_form {self.kl_form!r} does nothing with kl_weight {self.kl_weight} and kind {self.kind!r}: it "
+                "changes the KL that sde and dance are trained on; leave it out"
+            )
         if self.ratio == "guard" and self.score != "gaussian":
             raise ValueError("score does nothing with ratio guard, which compares means; leave it out")
         if self.old_log_prob == "rollout" and (self.ratio == "guard" or self.score != "gaussian"):
@@ -428,6 +437,7 @@ class RunConfig(_Settings):
     def _consistent(self) -> RunConfig:
         if not self.output.strip() and "output" in self.model_fields_set:
             raise ValueError(f"output is {self.output!r}; name a folder")
+        self._check_family()
         if self.model.path != "random" and (self.model.width or self.model.num_layers):
             raise ValueError(
                 f"model.width and model.num_layers are of a random network; model.path is {self.model.path!r}, which "
@@ -456,6 +466,20 @@ class RunConfig(_Settings):
                 raise ValueError(f"optimizers.{role} is missing: {self.algorithm.name} trains {', '.join(trained)}")
         return self
 
+    def _check_family(self) -> None:
+        """What only one kind of family has."""
+        family, glyph = self.model.family, self.model.family == "glyph"
+        if glyph and (self.data.height or self.data.width or self.model.dtype != "float32"):
+            raise ValueError(
+                "data.height, data.width and model.dtype do nothing with model.family glyph; leave them out"
+            )
+        if not glyph and self.model.path in ("shipped", "half_trained", "random"):
+            raise ValueError(
+                f"model.path is {self.model.path!r}, which the family {family!r} does not have; give a diffusers folder"
+            )
+        if not glyph and self.data.prompts == "glyphs":
+            raise ValueError(f"data.prompts is 'glyphs', captions of the family glyph; for {family} name a prompt file")
+
     def _named_plugins(self) -> set[str]:
         """Settings that may name a function of the user."""
         named = {r.function for r in self.rewards.values() if isinstance(r, FunctionRewardConfig)}
@@ -476,8 +500,8 @@ class RunConfig(_Settings):
         if self.evaluate.shift is not None:
             raise ValueError(f"evaluate.shift is of dmd2's student; for {name} set algorithm.shift")
         for reward in self.rewards:
-            if not reward.isidentifier():
-                raise ValueError(f"rewards.{reward}: a reward's name is letters, digits and underscores")
+            if not reward.isidentifier() or reward == "failed":
+                raise ValueError(f"rewards.{reward}: a reward's name is letters, digits and underscores, not 'failed'")
         if not any(reward.optimised for reward in self.rewards.values()):
             raise ValueError(
                 f"rewards: {name} needs at least one reward with a weight that is not 0, for example "
@@ -490,19 +514,21 @@ class RunConfig(_Settings):
             )
         if rollout.group_size == 1:
             raise ValueError("rollout.group_size is 1: a group of one has no advantage; set at least 2")
-        if rollout.replay and rollout.max_refills:
-            raise ValueError("rollout.max_refills does nothing with rollout.replay, which samples nothing")
+        for setting in ("max_refills", "dump_every"):
+            if rollout.replay and getattr(rollout, setting):
+                raise ValueError(f"rollout.{setting} does nothing with rollout.replay, which samples nothing")
         needs_means = getattr(self.algorithm, "ratio", "") == "guard"
         if rollout.replay and (needs_means or getattr(self.algorithm, "score", "gaussian") != "gaussian"):
             raise ValueError(
                 "rollout.replay: a rollout records the normal density and no means; set algorithm.ratio to log_prob "
                 "and algorithm.score to gaussian"
             )
-        updates = getattr(self.algorithm, "updates", 1)
-        if updates > self.data.batch_size:
+        updates, rows = getattr(self.algorithm, "updates", 1), self.data.batch_size
+        if isinstance(self.algorithm, (BestOfGroupConfig, DPOConfig)):
+            rows //= rollout.group_size  # it trains on one row a group
+        if updates > rows:
             raise ValueError(
-                f"algorithm.updates is {updates}, more than data.batch_size, {self.data.batch_size}: an update "
-                "would have no sample"
+                f"algorithm.updates is {updates}, and a rollout has {rows} rows for {name}: an update would have none"
             )
 
     def identity(self) -> dict[str, Any]:
@@ -510,6 +536,8 @@ class RunConfig(_Settings):
         values = self.model_dump(mode="json", exclude={"output", "overwrite"})
         for name in ("log_every", "checkpoint_every", "keep_checkpoints", "tensorboard"):
             del values["training"][name]
+        if values["rollout"] is not None:
+            del values["rollout"]["dump_every"]
         return values
 
 

@@ -163,7 +163,7 @@ def _read(path: Path) -> list[_Line]:
             first = places.setdefault(line.prompt.id, place)
             if first != place:
                 raise ValueError(
-                    f"id {line.prompt.id} is already that of {first}; groups go by ids, so give each prompt its own "
+                    f"id {line.prompt.id} is already that of {first}; an id names a prompt, so give each its own "
                     "(a prompt without one gets its index in the file, from 0)"
                 )
         lines.append(line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,6 +25,11 @@ def _row(line: str) -> dict[str, float] | None:
     except json.JSONDecodeError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("cycle"), int) else None
+
+
+def combined(name: str, values: Sequence[float]) -> float:
+    """Several values of a metric as one: their maximum where the name, without its sigma, says so, else their mean."""
+    return max(values) if name.partition("/sigma_")[0].endswith("_max") else sum(values) / len(values)
 
 
 class MetricsLog:
@@ -56,8 +61,8 @@ class MetricsLog:
             self._pending.setdefault(name, []).append(value)
 
     def write(self, cycle: int) -> None:
-        """Logs the mean of what was added since the last row, at the count of cycles done."""
-        row = {name: sum(values) / len(values) for name, values in self._pending.items()}
+        """Logs what was added since the last row, at the count of cycles done: the mean, or the maximum of maxima."""
+        row = {name: combined(name, values) for name, values in self._pending.items()}
         self._pending = {}
         self._file.write(json.dumps({"cycle": cycle, **row}) + "\n")
         self._file.flush()

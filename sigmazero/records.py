@@ -31,7 +31,7 @@ class StepPlan(NamedTuple):
 class Prompt:
     """One line of the prompt stream. ``Prompt(7, "the number 42 in red")``."""
 
-    id: int  # groups go by it, never by the text
+    id: int  # of its line in a prompt file, or of the caption
     text: str
     metadata: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # plain JSON values
 

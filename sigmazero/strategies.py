@@ -59,8 +59,8 @@ def moving_window(num_sde_steps: int, low: int, high: int, samples_per_move: int
 def all_but_last(sample: int, num_steps: int, seed: int) -> StepPlan:
     """Every step but the last is stochastic (Flow-GRPO).
 
-    The last one jumps to sigma 0, where ``sde`` would leave its noise on the sample that is scored, with a std so small
-    that this one step would outweigh all others in the ratio.
+    The last one jumps to sigma 0, where ``sde`` would leave its noise on the sample that is scored; and where a grid
+    ends low, its std is so small that this one step would outweigh all others in the ratio.
     """
     return _scored(range(num_steps - 1), num_steps)
 

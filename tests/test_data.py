@@ -311,7 +311,7 @@ def test_the_fingerprint_is_of_prompts_ids_weights_and_metadata(tmp_path: Path) 
     assert fingerprint("e.txt", b"a\nb\n") == fingerprint("e.csv", b"prompt\na\nb\n")
 
 
-OWN = "groups go by ids, so give each prompt its own (a prompt without one gets its index in the file, from 0)"
+OWN = "an id names a prompt, so give each its own (a prompt without one gets its index in the file, from 0)"
 ID = "it must be an integer from 0 to 2**63 - 1"
 WEIGHT = "it must be a finite number above 0"
 PLAIN = "which is no plain JSON value"

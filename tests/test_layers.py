@@ -24,7 +24,8 @@ ORDER = (
     "glyphs",
     "strategies",
     "sampler",
-    *("models", "models.base", "models.roles", "models.glyph"),
+    *("models", "models.base", "models.roles", "models.conditions"),
+    *("models.glyph", "models.sd3", "models.flux2", "models.qwen_image"),
     "plugins",
     "data",
     *("engines", "engines.base", "engines.local"),
@@ -39,14 +40,14 @@ ORDER = (
     "evaluate",
     *("training", "training.state", "training.phase", "training.dump", "training.rollout"),
     *("training.checkpoint", "training.folder", "training.trainer"),
-    "report",
+    *("verdict", "curves", "health", "report"),
     *("launch", "launch.judge", "launch.local", "launch.plan", "launch.probe", "launch.reopen"),
     "cli",
     "__main__",
 )
 # Concrete families, algorithms, rewards: none imports another of its kind.
 SIBLINGS = (
-    ("models.glyph",),
+    ("models.glyph", "models.sd3", "models.flux2", "models.qwen_image"),
     ("algorithms.flow_matching", "algorithms.dmd", "algorithms.flow_grpo", "algorithms.nft"),
     ("rewards.function", "rewards.ocr", "rewards.jpeg", "rewards.colour", "rewards.clip", "rewards.remote"),
 )
@@ -55,14 +56,14 @@ OWNERS = {
     "torch.utils.tensorboard": {"metrics"},
     "tensorboard": {"metrics"},
     "matplotlib": {"report", "glyphs"},
-    "diffusers": {"models.glyph"},
+    "diffusers": {"models.glyph", "models.sd3", "models.flux2", "models.qwen_image"},
     "typer": {"cli"},
     "ray": set(),
     "fastapi": set(),
     "uvicorn": set(),
     "httpx": {"rewards.remote"},
     "onnxruntime": {"rewards.ocr"},
-    "transformers": {"rewards.clip"},
+    "transformers": {"models.sd3", "models.flux2", "models.qwen_image", "rewards.clip"},
     "pyarrow": {"data"},
 }
 DYNAMIC = {"plugins", "launch.local"}  # what `importlib` loads escapes the parser

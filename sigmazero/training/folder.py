@@ -16,7 +16,7 @@ from sigmazero.config import RunConfig, parse
 
 _LOCK = ".lock"
 _DESCRIPTION = "run.json"
-_WRITTEN = ("checkpoints", "evaluation", "tensorboard", "metrics.jsonl", "scores.json", "report.html")
+_WRITTEN = ("checkpoints", "evaluation", "rollouts", "tensorboard", "metrics.jsonl", "scores.json", "report.html")
 _PACKAGES = ("sigmazero", "torch", "diffusers", "transformers", "peft", "numpy", "safetensors")
 
 

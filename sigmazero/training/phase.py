@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sigmazero.algorithms.base import Phase, Term
+from sigmazero.metrics import combined
 from sigmazero.models.roles import Roles
 from sigmazero.records import Batch
 from sigmazero.training.state import RoleOptimizer
@@ -163,7 +164,7 @@ def _combined(rows: list[dict[str, float]]) -> dict[str, float]:
     for row in rows:
         for name, value in row.items():
             values.setdefault(name, []).append(value)
-    return {n: max(v) if n.partition("/sigma_")[0].endswith("_max") else sum(v) / len(v) for n, v in values.items()}
+    return {name: combined(name, own) for name, own in values.items()}
 
 
 def weighted_sum(values: Tensor, weight: Tensor) -> Tensor:

@@ -95,8 +95,8 @@ class Trainer:
         result = run_phase(phase, self.roles, self.optimizers, feeds, size, self.counters.cycle, after_step)
         metrics.update(result.metrics)
         metrics[f"time/{phase.name}"] = time.perf_counter() - started
-        if result.empty:
-            metrics[f"train/{phase.name}_empty"] = result.empty
+        counts = {"empty": result.empty, "skipped": result.skipped}
+        metrics.update({f"train/{phase.name}_{name}": float(count) for name, count in counts.items() if count})
         self._count_skips(phase, result)
         return {f: b.with_fields(**result.written[f]) if f in result.written else b for f, b in feeds.items()}
 
