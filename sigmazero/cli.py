@@ -98,6 +98,19 @@ def sample(
     print(f"finished: {len(prompt or []) * count or count} pictures in {sheet.parent}, all of them on {sheet}")
 
 
+@app.command()
+def tiny(
+    family: Annotated[str, typer.Argument(help="sd3, flux2 or qwen_image")],
+    folder: Annotated[Path, typer.Argument(help="a new folder")],
+    seed: Annotated[int, typer.Option(min=0, help="of the weights")] = 0,
+) -> None:
+    """Write a tiny random pipeline of a family, so that a recipe can be dry-run anywhere."""
+    from sigmazero.launch.tiny import write_tiny
+
+    write_tiny(family, folder, seed)
+    print(f"finished: a tiny random {family} pipeline in {folder}")
+
+
 def main() -> None:
     """Runs the command; a user's mistake ends in one line on stderr and exit code 2."""
     try:

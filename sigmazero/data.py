@@ -96,6 +96,10 @@ class PromptFile:
         # A reward that changes the metadata it was given must not change what the next draw gives.
         return [replace(prompt, metadata=dict(prompt.metadata)) for prompt in drawn]
 
+    def all(self) -> list[Prompt]:
+        """Every prompt, in the order of the file."""
+        return [line.prompt for line in self._lines]
+
     def _indices(self, samples: Sequence[int]) -> list[int]:
         if self._cumulative is None:
             return [self._in_pass(s) for s in samples]

@@ -27,7 +27,7 @@ from sigmazero.config import EvaluateConfig
 from sigmazero.data import glyph_prompt
 from sigmazero.engines.base import Engine, generate_in_parts
 from sigmazero.reader import Reader, agrees
-from sigmazero.records import RolloutRequest, Trajectory
+from sigmazero.records import Prompt, RolloutRequest, Trajectory
 from sigmazero.schedule import sigma_grid
 from sigmazero.strategies import ode_and_return_last
 
@@ -51,17 +51,70 @@ class Metric:
         return {"mean": self.mean, "low": self.low, "high": self.high}
 
 
-class Evaluator:
-    """The held-out captions of a run, their real pictures, and the scores of any other pictures of them."""
+class PromptEvaluator:
+    """Fixed prompts of a run, several samples each, and the scores of pictures of them that need nothing real."""
+
+    def __init__(self, config: EvaluateConfig, prompts: Sequence[Prompt]) -> None:
+        """``prompts``: one a caption; ``config.num_captions`` of them are used."""
+        self.config, each = config, config.samples_per_caption
+        self.prompts = [prompt for prompt in prompts[: config.num_captions] for _ in range(each)]
+
+    def sample(
+        self,
+        arm: Arm,
+        engine: Engine,
+        decode: Decode,
+        num_captions: int | None = None,
+        after: Callable[[int], None] = lambda done: None,
+    ) -> Tensor:
+        """An arm's pictures of the first ``num_captions`` prompts (all by default): fp32 ``[n, 3, H, W]`` in [0, 1].
+
+        ``after`` is called with the count of pictures so far.
+        """
+        count = len(self.prompts) if num_captions is None else num_captions * self.config.samples_per_caption
+        sigmas, plan = sigma_grid(arm.num_steps, arm.shift), ode_and_return_last(0, arm.num_steps, 0)
+        plan = plan._replace(sde=None)  # every step is of the arm's kind
+        requests = [
+            RolloutRequest(
+                i, _CYCLE, prompt, arm.role, sigmas, arm.kind, arm.eta, arm.guidance, self.config.seed, plan,
+            )
+            for i, prompt in enumerate(self.prompts[:count])
+        ]  # fmt: skip
+        return decode(finite_samples(generate_in_parts(engine, requests, after)))
+
+    def score(self, pictures: Tensor) -> dict[str, Metric]:
+        """``diversity``: root mean square difference of pixels, in [0, 1], between pictures of one prompt."""
+        rows = pictures.flatten(1).double().unflatten(0, (-1, self.config.samples_per_caption))
+        spread = torch.stack([torch.pdist(row).mean() for row in rows]) / rows.shape[-1] ** 0.5
+        picks = [self._resample(len(rows), i) for i in range(self.config.bootstrap)]
+        return {"diversity": _metric(spread.mean().item(), [spread[pick].mean().item() for pick in picks])}
+
+    def rewards(self, values: Mapping[str, Tensor]) -> dict[str, Metric]:
+        """Means of rewards over pictures of the captions, in the captions' order; nan: no value, left out."""
+        each = self.config.samples_per_caption
+        found: dict[str, Metric] = {}
+        for name, value in values.items():
+            rows = value.reshape(-1, each)
+            picks = [rows[self._resample(len(rows), i)] for i in range(self.config.bootstrap)]
+            means = [draw.nanmean().item() for draw in picks if not bool(draw.isnan().all())]
+            if means and not bool(rows.isnan().all()):
+                found[name] = _metric(rows.nanmean().item(), means)
+        return found
+
+    def _resample(self, num: int, i: int) -> Tensor:
+        return torch.from_numpy(seeds.generator(self.config.seed, "bootstrap", i).integers(num, size=num))
+
+
+class Evaluator(PromptEvaluator):
+    """The held-out captions of the glyph set, their real pictures, and what the reader says of any others of them."""
 
     def __init__(self, config: EvaluateConfig, reader: Reader) -> None:
-        self.config, self._reader = config, reader
         drawn = [
             glyphs.caption_of(i, "test", config.seed)[0] for i in range(config.num_captions + config.num_reference)
         ]
-        each = config.samples_per_caption
-        self.captions = [caption for caption in drawn[: config.num_captions] for _ in range(each)]
-        self.prompts = [glyph_prompt(i, caption) for i, caption in enumerate(self.captions)]
+        super().__init__(config, [glyph_prompt(i, caption) for i, caption in enumerate(drawn[: config.num_captions])])
+        self._reader = reader
+        self.captions = [caption for caption in drawn[: config.num_captions] for _ in range(config.samples_per_caption)]
         first = _FIRST_PICTURE + len(self.captions)
         reference = drawn[config.num_captions :]
         pictures = glyphs.pictures_of(reference, range(first, first + len(reference)), config.seed)
@@ -79,29 +132,6 @@ class Evaluator:
         distances = [frechet_distance(f, self._reference) for f in (self._features(pictures), *others)]
         floor = Metric(float(np.mean(distances)), min(distances), max(distances))
         return {**self.score(pictures), "fd_feat": floor}
-
-    def sample(
-        self,
-        arm: Arm,
-        engine: Engine,
-        decode: Decode,
-        num_captions: int | None = None,
-        after: Callable[[int], None] = lambda done: None,
-    ) -> Tensor:
-        """An arm's pictures of the first ``num_captions`` captions (all by default), as ``real`` gives them.
-
-        ``after`` is called with the count of pictures so far.
-        """
-        count = len(self.captions) if num_captions is None else num_captions * self.config.samples_per_caption
-        sigmas, plan = sigma_grid(arm.num_steps, arm.shift), ode_and_return_last(0, arm.num_steps, 0)
-        plan = plan._replace(sde=None)  # every step is of the arm's kind
-        requests = [
-            RolloutRequest(
-                i, _CYCLE, prompt, arm.role, sigmas, arm.kind, arm.eta, arm.guidance, self.config.seed, plan,
-            )
-            for i, prompt in enumerate(self.prompts[:count])
-        ]  # fmt: skip
-        return decode(finite_samples(generate_in_parts(engine, requests, after)))
 
     def score(self, pictures: Tensor) -> dict[str, Metric]:
         """The metrics of pictures of the captions, in the captions' order."""
@@ -123,21 +153,6 @@ class Evaluator:
             "diversity": _metric(spread.mean().item(), [spread[pick].mean().item() for pick in picks]),
             "drift": _distance(self._drift(look), [self._drift(look[row]) for row in rows]),
         }
-
-    def rewards(self, values: Mapping[str, Tensor]) -> dict[str, Metric]:
-        """Means of rewards over pictures of the captions, in the captions' order; nan: no value, left out."""
-        each = self.config.samples_per_caption
-        found: dict[str, Metric] = {}
-        for name, value in values.items():
-            rows = value.reshape(-1, each)
-            picks = [rows[self._resample(len(rows), i)] for i in range(self.config.bootstrap)]
-            means = [draw.nanmean().item() for draw in picks if not bool(draw.isnan().all())]
-            if means and not bool(rows.isnan().all()):
-                found[name] = _metric(rows.nanmean().item(), means)
-        return found
-
-    def _resample(self, num: int, i: int) -> Tensor:
-        return torch.from_numpy(seeds.generator(self.config.seed, "bootstrap", i).integers(num, size=num))
 
     def _drift(self, look: Tensor) -> float:
         return (look.mean(0) - self._reference_look.mean(0)).abs().mean().item()
@@ -172,11 +187,12 @@ def frechet_distance(a: Tensor, b: Tensor) -> float:
 
 def scores_table(scores: Mapping[str, Mapping[str, Metric]]) -> str:
     """Arms down, metrics across, each with its interval, as text."""
-    names = [*METRICS, *dict.fromkeys(n for metrics in scores.values() for n in metrics if n not in METRICS)]
+    found = dict.fromkeys(name for metrics in scores.values() for name in metrics)
+    names = [*(name for name in METRICS if name in found), *(name for name in found if name not in METRICS)]
     lines = [f"{'':14}" + "".join(f"{name:>30}" for name in names)]
     for arm, metrics in scores.items():
-        found = [metrics.get(name) for name in names]
-        cells = [f"{m.mean:.3f} [{m.low:.3f}, {m.high:.3f}]" if m else "" for m in found]
+        own = [metrics.get(name) for name in names]
+        cells = [f"{m.mean:.3f} [{m.low:.3f}, {m.high:.3f}]" if m else "" for m in own]
         lines.append(f"{arm:14}" + "".join(f"{cell:>30}" for cell in cells))
     return "\n".join(lines)
 

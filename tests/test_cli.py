@@ -33,6 +33,7 @@ COMMANDS: dict[str, set[str]] = {
     "train": set(),
     "show": set(),
     "probe": {"--json"},
+    "tiny": {"--seed"},
     "evaluate": set(),
     "sample": {"--prompt", "--count", "--role", "--num-steps", "--guidance", "--seed", "--output"},
 }

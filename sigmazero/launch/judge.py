@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,11 +11,12 @@ from torch import Tensor
 from sigmazero.algorithms.base import Algorithm, Arm
 from sigmazero.config import RunConfig
 from sigmazero.engines.base import Engine
-from sigmazero.evaluate import Evaluator, Metric
+from sigmazero.evaluate import Evaluator, Metric, PromptEvaluator
 from sigmazero.models.roles import Roles
 from sigmazero.pictures import grid, quantized, save_png
 from sigmazero.progress import CycleProgress
 from sigmazero.reader import load_reader
+from sigmazero.records import Prompt
 from sigmazero.report import write_report
 from sigmazero.rewards.scorer import Scorer
 from sigmazero.tensors import read_tensors, write_tensors
@@ -29,6 +31,7 @@ class Judge:
 
     Args:
         scorer: the run's rewards, where it has any.
+        prompts: to evaluate on, for a family whose pictures no reader knows.
         fresh: sample the frozen arms again, whatever the folder keeps.
     """
 
@@ -40,23 +43,29 @@ class Judge:
         engine: Engine,
         folder: RunFolder,
         scorer: Scorer | None = None,
+        prompts: Sequence[Prompt] = (),
         fresh: bool = False,
     ) -> None:
         self._config, self._algorithm, self._engine, self._decode = config, algorithm, engine, roles.model.decode
         self._folder, self._scorer, self._fresh = folder, scorer, fresh
-        self._evaluator = Evaluator(config.evaluate, load_reader())
+        self._evaluator: PromptEvaluator
+        if config.model.family == "glyph":
+            self._evaluator = Evaluator(config.evaluate, load_reader())
+        else:
+            self._evaluator = PromptEvaluator(config.evaluate, prompts)
         self._fixed = [arm for arm in algorithm.arms if roles.kinds[arm.role] == "frozen"]
         self._moving = [arm for arm in algorithm.arms if roles.kinds[arm.role] != "frozen"]
         self.scores: dict[str, dict[str, Metric]] = {}
 
     def score_fixed(self) -> None:
         """Real pictures and the arms that training does not change."""
-        captions = [str(c) for c in self._evaluator.captions[:: self._config.evaluate.samples_per_caption]]
+        captions = [prompt.text for prompt in self._evaluator.prompts[:: self._config.evaluate.samples_per_caption]]
         self._folder.evaluation.mkdir(exist_ok=True)
         write_json(self._folder.evaluation / "captions.json", captions[:NUM_SHOWN])
-        real = quantized(self._evaluator.real())
-        self._show(self._folder.evaluation / "real.png", real)
-        self.scores["real"] = self._evaluator.score_real(real.float() / 255) | self._rewards(real)
+        if isinstance(self._evaluator, Evaluator):
+            real = quantized(self._evaluator.real())
+            self._show(self._folder.evaluation / "real.png", real)
+            self.scores["real"] = self._evaluator.score_real(real.float() / 255) | self._rewards(real)
         for arm in self._fixed:
             self._score(arm.name, self._kept(arm))
 
@@ -75,7 +84,7 @@ class Judge:
             self._score(arm.name, self._sample(arm))
 
     def _sample(self, arm: Arm) -> Tensor:
-        with CycleProgress(f"sampling {arm.name}", 0, len(self._evaluator.captions)) as progress:
+        with CycleProgress(f"sampling {arm.name}", 0, len(self._evaluator.prompts)) as progress:
             return quantized(self._evaluator.sample(arm, self._engine, self._decode, after=progress.update))
 
     def _score(self, name: str, pictures: Tensor) -> None:
@@ -97,7 +106,7 @@ class Judge:
                 kept = read_tensors(path)[0].get("pictures")
             except ValueError:
                 kept = None  # damaged: it is only a copy of what can be sampled again
-            if kept is not None and kept.dtype == torch.uint8 and len(kept) == len(self._evaluator.captions):
+            if kept is not None and kept.dtype == torch.uint8 and len(kept) == len(self._evaluator.prompts):
                 return kept
         pictures = self._sample(arm)
         write_tensors(path, {"pictures": pictures})

@@ -14,7 +14,7 @@ import torch
 
 from sigmazero.algorithms import ALGORITHMS
 from sigmazero.algorithms.base import Algorithm
-from sigmazero.config import LoraConfig, ModelConfig, RunConfig
+from sigmazero.config import LoraConfig, RunConfig
 from sigmazero.data import GlyphCaptions, PromptFile, PromptStream, open_prompts
 from sigmazero.engines.local import LocalEngine
 from sigmazero.evaluate import scores_table
@@ -22,6 +22,7 @@ from sigmazero.launch.judge import Judge
 from sigmazero.metrics import MetricsLog
 from sigmazero.models import FAMILIES
 from sigmazero.models.base import FlowModel
+from sigmazero.models.conditions import KnownPrompts
 from sigmazero.models.roles import Roles
 from sigmazero.progress import CycleProgress
 from sigmazero.records import Prompt
@@ -47,6 +48,11 @@ class Built:
     trainer: Trainer
     inputs: dict[str, str]  # hashes of what the settings name, by setting
 
+    @property
+    def evaluation_prompts(self) -> list[Prompt]:
+        """The prompts of the run's file, first of all; none for endless captions, which have a test split."""
+        return self.prompts.all() if isinstance(self.prompts, PromptFile) else []
+
     def __enter__(self) -> Built:
         return self
 
@@ -60,16 +66,21 @@ def use_threads(threads: int) -> None:
     torch.set_num_threads(threads or os.cpu_count() or 1)
 
 
-def load_model(config: ModelConfig, seed: int) -> FlowModel:
+def load_model(config: RunConfig) -> FlowModel:
     """The base network of a recipe.
 
     Raises:
-        ValueError: ``model.path`` is no weight file of the family.
+        ValueError: ``model.path`` is no weight file or folder of the family, or it has no pictures of that size.
     """
-    family: Any = importlib.import_module(FAMILIES[config.family])
-    if config.path == "random":
-        return family.create(config.width, config.num_layers, seed)
-    return family.load(family.SHIPPED.get(config.path, config.path))
+    family: Any = importlib.import_module(FAMILIES[config.model.family])
+    model, data = config.model, config.data
+    if model.family != "glyph":
+        dtype = getattr(torch, model.dtype)
+        known: Any = KnownPrompts(family.load(model.path, height=data.height, width=data.width, dtype=dtype))
+        return known
+    if model.path == "random":
+        return family.create(model.width, model.num_layers, config.seed)
+    return family.load(family.SHIPPED.get(model.path, model.path))
 
 
 def load_rewards(config: RunConfig) -> Scorer | None:
@@ -85,6 +96,14 @@ def load_rewards(config: RunConfig) -> Scorer | None:
         except ValueError as error:
             raise ValueError(f"rewards.{name}: {error}") from None
     return Scorer(rewards, config.rewards) if rewards else None
+
+
+def _encode(model: KnownPrompts, prompts: PromptStream) -> None:
+    """Encodes a whole prompt file, and frees the encoders."""
+    assert isinstance(prompts, PromptFile)
+    texts = [prompt.text for prompt in prompts.all()]
+    with CycleProgress("encoding prompts", 0, len({"", *texts})) as progress:
+        model.prepare(texts, progress.update)
 
 
 def _check_prompts(prompts: PromptStream, model: FlowModel, scorer: Scorer | None) -> None:
@@ -112,9 +131,11 @@ def build(config: RunConfig) -> Built:
     algorithm: Algorithm = importlib.import_module(ALGORITHMS[config.algorithm.name]).build(config)
     prompts = open_prompts(config.data, config.seed)
     scorer = load_rewards(config)
-    model = load_model(config.model, config.seed)
-    _check_prompts(prompts, model, scorer)
+    model = load_model(config)
     model.net.to(device)
+    if isinstance(model, KnownPrompts):
+        _encode(model, prompts)
+    _check_prompts(prompts, model, scorer)
     roles = Roles(
         model, algorithm.roles, {a.target: a.source for a in algorithm.averages},
         lora=(config.roles.lora or LoraConfig()) if config.roles.storage == "lora" else None,
@@ -146,7 +167,9 @@ def train(config: RunConfig) -> Path:
     with RunFolder(config.output) as folder, build(config) as built:
         folder.open(config, built.inputs)
         restore_newest(built, folder)
-        judge = Judge(config, built.algorithm, built.roles, built.engine, folder, built.scorer)
+        judge = Judge(
+            config, built.algorithm, built.roles, built.engine, folder, built.scorer, built.evaluation_prompts
+        )
         judge.score_fixed()
         judge.write(built.trainer.counters.cycle)
         start = built.trainer.counters.cycle

@@ -33,7 +33,16 @@ def evaluate_run(path: Path) -> str:
     config = read_config(path)
     with RunFolder(path) as folder, build(config) as built:
         cycle = restore(built, folder)
-        judge = Judge(config, built.algorithm, built.roles, built.engine, folder, built.scorer, fresh=True)
+        judge = Judge(
+            config,
+            built.algorithm,
+            built.roles,
+            built.engine,
+            folder,
+            built.scorer,
+            built.evaluation_prompts,
+            fresh=True,
+        )
         judge.score_fixed()
         judge.score_moving()
         judge.write(cycle)  # once, at the end: the former scores stay until there are new ones

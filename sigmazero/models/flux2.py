@@ -1,0 +1,356 @@
+"""The FLUX.2-klein family, base and distilled: a diffusers ``Flux2KleinPipeline`` folder.
+
+Convention: the network is fed ``sigma`` (``t / 1000``; it multiplies by 1000 itself) and answers ``v = eps - x0``.
+
+Padding: every prompt fills 512 tokens on purpose. The language model masks the padding, the transformer attends to all
+512, as it was trained to (black-forest-labs/flux2#59). So there is no mask field and nothing for a neighbour to change.
+A longer prompt is cut at 512 tokens, as the pipeline cuts it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
+from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
+from diffusers.pipelines.flux2.pipeline_flux2_klein import Flux2KleinPipeline
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from tokenizers.pre_tokenizers import ByteLevel
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from sigmazero import seeds
+from sigmazero.records import Conditioning
+
+PIPELINE = "Flux2KleinPipeline"
+TEXT_LENGTH = 512
+TEXT_STATES = (9, 18, 27)  # hidden states of the language model, side by side in the channels
+PATCH = 2
+DEFAULT_LATENT_SIZE = 128  # of a side, before patching: 1024 pixels
+
+
+def empirical_mu(num_tokens: int, num_steps: int) -> float:
+    """Exponential shift mu of FLUX.2 (math §2): 1,024 tokens give 2.0307 at N=4 and 1.7020 at N=50.
+
+    Linear in the tokens at N=10 and at N=200 and linear in N between and beyond them; above 4,300 tokens the line of
+    N=200 holds for every N. The constants are those of diffusers' ``compute_empirical_mu``.
+    """
+    at_200 = 0.00016927 * num_tokens + 0.45666666
+    if num_tokens > 4300:
+        return at_200
+    at_10 = 8.73809524e-05 * num_tokens + 1.89833333
+    return at_200 + (at_10 - at_200) * (200 - num_steps) / 190
+
+
+class Flux2Model:
+    """The family's FlowModel. Latents are tokens ``[h * w, 4 * VAE channels]``: 2x2 patches, normalised, row by row.
+
+    The text encoder and the VAE follow the network and the latents to their device. ``is_distilled`` says that the
+    weights are few-step ones, which are sampled without guidance.
+    """
+
+    family = "flux2"
+    guidance_norm = "none"
+
+    def __init__(
+        self,
+        net: Flux2Transformer2DModel,
+        vae: AutoencoderKLFlux2,
+        text: tuple[Qwen2Tokenizer, nn.Module],
+        scheduler: Mapping[str, Any],
+        *,
+        size: tuple[int, int],
+        is_distilled: bool,
+    ) -> None:
+        self.net, self._scheduler, self.is_distilled = net.eval(), scheduler, is_distilled
+        self._tokenizer, encoder = text
+        self._encoder: nn.Module | None = encoder.eval().requires_grad_(False)
+        self._vae: Any = vae.eval().requires_grad_(False)
+        vae.enable_slicing()  # a picture at a time: memory and bits do not depend on the batch
+        self._size = size
+        self._grid = (size[0] // _multiple(vae), size[1] // _multiple(vae))
+        self._image_ids, self._text_ids = _image_ids(*self._grid), _text_ids()
+        _keep_time_exact(net)
+
+    @property
+    def latent_shape(self) -> tuple[int, int]:
+        return (math.prod(self._grid), self._vae.config["latent_channels"] * PATCH**2)
+
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        """Attention projections of image and text, and of the single stream, where they are fused with the MLP's.
+
+        The single stream's output goes by full names: ``to_out`` alone would also match a list in the double blocks.
+        """
+        single = [f"single_transformer_blocks.{i}.attn.to_out" for i in range(self.net.config["num_single_layers"])]
+        return (
+            "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
+            "to_qkv_mlp_proj", *single,
+        )  # fmt: skip
+
+    def encode(self, prompts: Sequence[str]) -> Conditioning:
+        """Field ``text`` ``[b, 512, 3 * hidden]`` in the network's dtype; the empty prompt is the negative one.
+
+        A text goes through the encoder once and by itself, so its bits do not depend on its neighbours.
+
+        Raises:
+            RuntimeError: the encoder was freed.
+        """
+        encoder, weight = self._encoder, next(self.net.parameters())
+        if encoder is None:
+            raise RuntimeError("the text encoder was dropped by free_encoders(); encode every prompt before that")
+        encoder.to(weight.device)
+        known = {prompt: self._embed(encoder, prompt) for prompt in dict.fromkeys(prompts)}
+        return Conditioning(
+            {"text": torch.stack([known[prompt] for prompt in prompts]).to(weight.device, weight.dtype)}
+        )
+
+    @torch.no_grad()
+    def _embed(self, encoder: nn.Module, prompt: str) -> Tensor:
+        """``[512, 3 * hidden]`` of one prompt, which is put in the chat template as the user's turn."""
+        chat: Any = self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
+        tokens = self._tokenizer(
+            chat, return_tensors="pt", padding="max_length", truncation=True, max_length=TEXT_LENGTH
+        ).to(next(encoder.parameters()).device)
+        states = encoder(
+            input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"],
+            output_hidden_states=True, use_cache=False,
+        ).hidden_states  # fmt: skip
+        return torch.cat([states[k][0] for k in TEXT_STATES], dim=-1)
+
+    def velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Conditioning) -> Tensor:
+        weight = next(net.parameters())
+        return net(
+            hidden_states=x.float(),  # cast to the weights' dtype by the hook of _keep_time_exact
+            encoder_hidden_states=condition["text"].to(x.device, weight.dtype),
+            timestep=sigma.float(),
+            img_ids=self._image_ids.to(x.device),
+            txt_ids=self._text_ids.to(x.device),
+            return_dict=False,
+        )[0]
+
+    def decode(self, latents: Tensor) -> Tensor:
+        mean, std = self._statistics(latents.device)
+        patches = (latents.float() * std + mean).transpose(1, 2).unflatten(2, self._grid)
+        pictures = self._vae.decode(functional.pixel_shuffle(patches, PATCH), return_dict=False)[0]
+        return (pictures / 2 + 0.5).clamp(0, 1)
+
+    def encode_pictures(self, pictures: Tensor) -> Tensor:
+        mean, std = self._statistics(pictures.device)
+        posterior = self._vae.encode(pictures.float() * 2 - 1, return_dict=False)[0]
+        patches = functional.pixel_unshuffle(posterior.mode(), PATCH)
+        return (patches.flatten(2).transpose(1, 2) - mean) / std
+
+    def _statistics(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of each patched channel, fp32, from the VAE's batch norm; the VAE moves along."""
+        norm = self._vae.to(device).bn
+        return norm.running_mean, torch.sqrt(norm.running_var + self._vae.config["batch_norm_eps"])
+
+    def enable_activation_checkpointing(self, net: nn.Module, function: Any) -> None:
+        for module in net.modules():
+            if isinstance(module, Flux2Transformer2DModel):
+                module.enable_gradient_checkpointing(function)
+
+    def metadata(self) -> Mapping[str, str]:
+        height, width = self._size
+        return {"family": self.family, "height": str(height), "width": str(width)}
+
+    def default_shift(self, num_steps: int) -> float:
+        """The static shift ``e^mu`` of this size and number of steps, or the scheduler's own where it is static."""
+        if not self._scheduler["use_dynamic_shifting"]:
+            return float(self._scheduler["shift"])
+        return math.exp(empirical_mu(self.latent_shape[0], num_steps))
+
+    def free_encoders(self) -> None:
+        """Drops the language model; ``encode`` raises RuntimeError afterwards."""
+        self._encoder = None
+
+
+def _image_ids(height: int, width: int) -> Tensor:
+    """Rotary positions int64 ``[height * width, 4]``: (time, row, column, word), row by row."""
+    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    zero = torch.zeros_like(rows)
+    return torch.stack([zero, rows, columns, zero], dim=-1).flatten(0, 1)
+
+
+def _text_ids() -> Tensor:
+    """Rotary positions int64 ``[512, 4]``: the last axis counts the words."""
+    return functional.pad(torch.arange(TEXT_LENGTH)[:, None], (3, 0))
+
+
+def _keep_time_exact(net: Flux2Transformer2DModel) -> None:
+    """Lets a half-precision network be fed fp32 latents, because it rounds the time to the latents' dtype (B03).
+
+    The two layers that read a fp32 input cast it themselves: patches, and the sinusoid of the exact time.
+    """
+    for module in (net.x_embedder, net.time_guidance_embed.timestep_embedder):
+        module.register_forward_pre_hook(_to_weight_dtype)
+
+
+def _to_weight_dtype(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    dtype = next(module.parameters()).dtype
+    return tuple(value.to(dtype) for value in inputs)
+
+
+def _multiple(vae: AutoencoderKLFlux2) -> int:
+    """Pixels that one token spans in each direction."""
+    return PATCH * 2 ** (len(vae.config["block_out_channels"]) - 1)
+
+
+def load(
+    path: str, *, height: int | None = None, width: int | None = None, dtype: torch.dtype = torch.float32
+) -> Flux2Model:
+    """Reads a pipeline folder, or a hub id where there is no such folder: safetensors only, no remote code.
+
+    Args:
+        height, width: of the pictures in pixels; None is the pipeline's default of 1024.
+        dtype: of the transformer and the text encoder. The VAE is kept in fp32.
+    Raises:
+        ValueError: no such folder, another family, a part is missing or does not fit, a size that no token grid has.
+    """
+    index = _index(path)
+    scheduler = _read(FlowMatchEulerDiscreteScheduler, path, "scheduler")
+    tokenizer = _read(Qwen2Tokenizer, path, "tokenizer")
+    vae = _read_weights(AutoencoderKLFlux2, path, "vae", torch_dtype=torch.float32)
+    size = (_pixels("height", height, vae), _pixels("width", width, vae))
+    text = _read_weights(Qwen3ForCausalLM, path, "text_encoder", dtype=dtype)
+    net = _read_weights(Flux2Transformer2DModel, path, "transformer", torch_dtype=dtype)
+    _check_fit(path, net, vae, text, tokenizer)
+    return Flux2Model(
+        net,
+        vae,
+        (tokenizer, text.model),  # without the head, which would make logits of 512 tokens by 150,000 words
+        scheduler.config,
+        size=size,
+        is_distilled=bool(index.get("is_distilled")),
+    )
+
+
+def _index(path: str) -> Mapping[str, Any]:
+    """The pipeline's ``model_index.json``, of this family."""
+    local = Path(path).is_dir()
+    if not local and not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+        raise ValueError(f"model.path: there is no folder {path}; set a diffusers pipeline folder or a hub id")
+    try:
+        index: Any = Flux2KleinPipeline.load_config(path, local_files_only=local)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model.path: {path} is no diffusers pipeline: {_first_line(error)}") from None
+    kind = index.get("_class_name")
+    if kind == "Flux2Pipeline":
+        raise ValueError(f"model.path: {path} is FLUX.2-dev, whose guidance is embedded; set a FLUX.2-klein pipeline")
+    if kind != PIPELINE:
+        raise ValueError(f"model.path: {path} is a {kind}; the family flux2 reads a {PIPELINE}")
+    return index
+
+
+def _read(kind: Any, path: str, part: str, **settings: Any) -> Any:
+    """One part of the pipeline by its class's own reader."""
+    local = Path(path).is_dir()
+    if local and not (Path(path) / part).is_dir():
+        raise ValueError(f"model.path: {path} has no folder {part!r}; copy the whole pipeline")
+    try:
+        return kind.from_pretrained(path, subfolder=part, local_files_only=local, **settings)
+    except Exception as error:  # what a reader raises for a broken file differs from format to format
+        raise ValueError(f"model.path: {part!r} of {path} cannot be read: {_first_line(error)}") from None
+
+
+def _read_weights(kind: Any, path: str, part: str, **settings: Any) -> Any:
+    """The same for a network, whose files must hold every weight: the libraries start others at random and warn."""
+    module, report = _read(kind, path, part, use_safetensors=True, output_loading_info=True, **settings)
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ValueError(f"model.path: {part!r} of {path} lacks weights of its config: {', '.join(missing[:4])}")
+    return module
+
+
+def _check_fit(
+    path: str, net: Flux2Transformer2DModel, vae: AutoencoderKLFlux2, text: Qwen3ForCausalLM, tokenizer: Qwen2Tokenizer
+) -> None:
+    """Raises ValueError where parts, each sound, are not those of one FLUX.2-klein."""
+    channels, words = PATCH**2 * vae.config["latent_channels"], len(TEXT_STATES) * text.config.hidden_size
+    problems = {
+        "the transformer embeds its guidance, as FLUX.2-dev does": net.config["guidance_embeds"],
+        f"the transformer reads {net.config['in_channels']} channels, the patched VAE has {channels}": (
+            net.config["in_channels"] != channels
+        ),
+        f"the transformer reads text of width {net.config['joint_attention_dim']}, the text encoder gives {words}": (
+            net.config["joint_attention_dim"] != words
+        ),
+        f"the text encoder has {text.config.num_hidden_layers} layers, wanted {TEXT_STATES[-1]}": (
+            text.config.num_hidden_layers < TEXT_STATES[-1]
+        ),
+        "the tokenizer has no chat template": not tokenizer.chat_template,
+    }
+    for problem, is_there in problems.items():
+        if is_there:
+            raise ValueError(f"model.path: {path} is no FLUX.2-klein: {problem}")
+
+
+def _pixels(name: str, value: int | None, vae: AutoencoderKLFlux2) -> int:
+    multiple = _multiple(vae)
+    if value is None:
+        return DEFAULT_LATENT_SIZE * multiple // PATCH
+    if value <= 0 or value % multiple:
+        near = max(1, round(value / multiple)) * multiple
+        raise ValueError(f"data.{name} is {value}; a token of FLUX.2 spans {multiple} pixels, so set {near}, say")
+    return value
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def tiny(folder: Path, seed: int = 0) -> None:
+    """Writes a random klein pipeline of about 2e5 weights, of the real structure, as a function of the seed."""
+    with seeds.weight_init(seed):
+        net = Flux2Transformer2DModel(
+            in_channels=128, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
+            joint_attention_dim=48, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=False,
+        )  # fmt: skip
+        for weight in net.parameters():  # so far that a word changes the picture: the 1-D ones sharpen attention
+            weight.detach().mul_(2 if weight.ndim == 1 else 1.5)
+        vae = AutoencoderKLFlux2(block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4)
+        vae.bn.get_buffer("running_mean").normal_(0, 0.5)
+        vae.bn.get_buffer("running_var").uniform_(0.5, 2)
+        text = Qwen3ForCausalLM(_tiny_text_config())
+    pipeline = Flux2KleinPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        vae=vae,
+        text_encoder=text,
+        tokenizer=_tiny_tokenizer(),
+        transformer=net,
+    )
+    pipeline.save_pretrained(folder)
+
+
+def _tiny_text_config() -> Qwen3Config:
+    """Deep enough for the states that are read; the spread of the weights lets a word reach all of them."""
+    return Qwen3Config(
+        vocab_size=259, hidden_size=16, intermediate_size=32, num_hidden_layers=TEXT_STATES[-1] + 1, head_dim=8,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=1024, initializer_range=0.25,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+def _tiny_tokenizer() -> Qwen2Tokenizer:
+    """Bytes and the special tokens of the chat format."""
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = Qwen2Tokenizer(
+        vocab={word: i for i, word in enumerate([*sorted(ByteLevel.alphabet()), *special])},
+        merges=[],
+        extra_special_tokens=special[1:],
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n"
+        "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    )
+    return tokenizer

@@ -1,0 +1,366 @@
+"""Stable Diffusion 3 and 3.5 (arXiv 2403.03206), from a diffusers pipeline folder.
+
+Convention: the network is fed ``t = 1000 * sigma`` and answers ``v = eps - x0``, with latents ``[b, 16, H/8, W/8]``.
+
+Text is two CLIP encoders and T5, each padded to its own fixed length; the network takes no mask, so what is padded is
+part of the condition on purpose and a prompt's row never depends on its neighbours (B09).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import string
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from diffusers import DiffusionPipeline
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
+)
+
+from sigmazero import seeds
+from sigmazero.records import Conditioning
+from sigmazero.schedule import timestep
+
+PIPELINE = "StableDiffusion3Pipeline"
+T5_LENGTH = 256  # the pipeline's default; T5 rows are padded or cut to it
+
+
+class _Encoders(NamedTuple):
+    """Tokenizers and encoders in the pipeline's order. T5 may be absent."""
+
+    clip: Sequence[tuple[Any, nn.Module]]
+    t5: tuple[Any, nn.Module] | None
+
+
+class SD3Model:
+    """The family's FlowModel."""
+
+    family = "sd3"
+    guidance_norm = "none"
+    lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+
+    def __init__(
+        self,
+        net: SD3Transformer2DModel,
+        vae: AutoencoderKL,
+        encoders: _Encoders,
+        schedule: Mapping[str, Any],
+        height: int,
+        width: int,
+    ) -> None:
+        self.net = net.eval()
+        self._vae: Any = vae.eval().requires_grad_(False)
+        self._encoders: _Encoders | None = encoders
+        self._schedule, self._height, self._width = schedule, height, width
+        down = _downscale(vae.config)
+        self.latent_shape = (net.config["in_channels"], height // down, width // down)
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str]) -> Conditioning:
+        """``text`` ``[b, 77 + 256, d]`` and ``pooled`` ``[b, p]`` in the network's precision, on its device.
+
+        Each distinct text is encoded once and by itself, so its bits do not depend on the others. CLIP reads the first
+        77 tokens of a text and T5 the first 256.
+
+        Raises:
+            RuntimeError: the encoders were freed.
+        """
+        if self._encoders is None:
+            raise RuntimeError("the text encoders are gone since free_encoders(); encode the prompts before it")
+        texts = list(dict.fromkeys(prompts))
+        rows = Conditioning.cat([self._encode(text, self._encoders) for text in texts])
+        return rows.take([texts.index(prompt) for prompt in prompts])
+
+    def _encode(self, text: str, encoders: _Encoders) -> Conditioning:
+        weight = next(self.net.parameters())
+        hidden, pooled = zip(*(_clip(text, *clip, weight.device) for clip in encoders.clip), strict=True)
+        clips = torch.cat(hidden, -1)
+        t5 = _t5(text, encoders.t5, self.net.config["joint_attention_dim"], weight.device)
+        both = torch.cat([pad(clips, (0, t5.shape[-1] - clips.shape[-1])), t5], 1)
+        return Conditioning({"text": both.to(weight.dtype), "pooled": torch.cat(pooled, -1).to(weight.dtype)})
+
+    def free_encoders(self) -> None:
+        """Drops the text encoders and their memory; ``encode`` raises RuntimeError from then on."""
+        self._encoders = None
+
+    def velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Conditioning) -> Tensor:
+        """x ``[b, 16, h, w]``, sigma fp32 ``[b]`` -> ``eps - x0`` in the network's precision.
+
+        Time stays fp32 into the sinusoid; the network itself casts the embedding, not the time (B03).
+        """
+        dtype = next(net.parameters()).dtype
+        return net(
+            x.to(dtype),
+            timestep=timestep(sigma),
+            encoder_hidden_states=condition["text"].to(x.device, dtype),
+            pooled_projections=condition["pooled"].to(x.device, dtype),
+            return_dict=False,
+        )[0]
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Latents ``[b, 16, h, w]`` -> fp32 ``[b, 3, H, W]`` in [0, 1], one picture at a time to bound memory."""
+        vae, config = self._vae.to(latents.device), self._vae.config
+        z = latents.float() / config["scaling_factor"] + config["shift_factor"]
+        pictures = torch.cat([vae.decode(row, return_dict=False)[0] for row in z.split(1)])
+        return (pictures / 2 + 0.5).clamp(0, 1)
+
+    def encode_pictures(self, pictures: Tensor) -> Tensor:
+        """Pictures ``[b, 3, H, W]`` in [0, 1] -> latents fp32: the posterior's mode, nothing is drawn."""
+        vae, config = self._vae.to(pictures.device), self._vae.config
+        rows = (pictures.float() * 2 - 1).split(1)
+        z = torch.cat([vae.encode(row, return_dict=False)[0].mode() for row in rows])
+        return (z - config["shift_factor"]) * config["scaling_factor"]
+
+    def enable_activation_checkpointing(self, net: nn.Module, function: Any) -> None:
+        """Runs each transformer block of ``net`` through ``function(block, *inputs)``."""
+        for module in net.modules():
+            if isinstance(module, SD3Transformer2DModel):
+                module.enable_gradient_checkpointing(function)
+
+    def metadata(self) -> Mapping[str, str]:
+        """Family and size of the pictures, as strings."""
+        return {"family": self.family, "height": str(self._height), "width": str(self._width)}
+
+    def default_shift(self, num_steps: int) -> float:
+        """The scheduler's shift at this size: its static one, or ``e^mu`` where its config asks for a dynamic one.
+
+        diffusers applies the static shift twice (B07): its own default grid is ``schedule.diffusers_sd3_grid``.
+        """
+        config = self._schedule
+        if not config["use_dynamic_shifting"]:
+            return float(config["shift"])
+        few, many = config["base_image_seq_len"], config["max_image_seq_len"]
+        _, height, width = self.latent_shape
+        tokens = height * width // self.net.config["patch_size"] ** 2
+        slope = (config["max_shift"] - config["base_shift"]) / (many - few)
+        return math.exp(config["base_shift"] + slope * (tokens - few))
+
+
+def _clip(text: str, tokenizer: Any, encoder: nn.Module, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The last hidden states but one ``[1, 77, d]``, and the projected pooled text ``[1, d]``."""
+    ids = _tokens(text, tokenizer, tokenizer.model_max_length)
+    out = encoder.to(device)(ids.to(device), output_hidden_states=True)
+    return out.hidden_states[-2], out.text_embeds
+
+
+def _t5(text: str, t5: tuple[Any, nn.Module] | None, width: int, device: torch.device) -> Tensor:
+    """``[1, 256, width]``; zeros without a T5. No mask: T5 itself sees its padding, as in the pipeline."""
+    if t5 is None:
+        return torch.zeros((1, T5_LENGTH, width), device=device)
+    tokenizer, encoder = t5
+    return encoder.to(device)(_tokens(text, tokenizer, T5_LENGTH).to(device)).last_hidden_state
+
+
+def _tokens(text: str, tokenizer: Any, length: int) -> Tensor:
+    return tokenizer([text], padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
+
+
+def load(
+    path: str, *, height: int | None = None, width: int | None = None, dtype: torch.dtype = torch.float32
+) -> SD3Model:
+    """Reads a pipeline folder, or a repository of the hub where ``path`` is no folder; safetensors, no remote code.
+
+    Args:
+        height, width: of the pictures in pixels; None is the pipeline's own size.
+        dtype: of the transformer and the text encoders; the VAE is fp32.
+    Raises:
+        ValueError: there is no such folder, it is another pipeline's, a part or a weight is missing, or the size is not
+            one that VAE and patches can make.
+    """
+    named = _parts(path)
+    transformer, vae = (_config(path, part) for part in _NEEDED)
+    size = _checked_size(transformer, vae, height, width)
+    clip = [_encoder(path, number, CLIPTokenizer, CLIPTextModelWithProjection, dtype) for number in ("", "_2")]
+    t5 = _encoder(path, "_3", T5Tokenizer, T5EncoderModel, dtype) if "text_encoder_3" in named else None
+    return SD3Model(
+        _weights(path, "transformer", SD3Transformer2DModel, torch_dtype=dtype),
+        _weights(path, "vae", AutoencoderKL, torch_dtype=torch.float32),
+        _Encoders(clip, t5),
+        _read(path, "scheduler", FlowMatchEulerDiscreteScheduler.from_pretrained).config,
+        *size,
+    )
+
+
+_PARTS = {"transformer", "vae", "scheduler", "tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"}
+_NEEDED = {
+    "transformer": (SD3Transformer2DModel, ("sample_size", "patch_size", "pos_embed_max_size")),
+    "vae": (AutoencoderKL, ("block_out_channels", "scaling_factor", "shift_factor")),
+}
+_UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError)
+
+
+def _parts(path: str) -> set[str]:
+    """The parts that a pipeline says it has. Those of a folder are there."""
+    folder = Path(path)
+    if not folder.is_dir() and not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+        raise ValueError(f"model.path: there is no folder {path}; set a diffusers pipeline folder or a hub id")
+    try:
+        index: Any = DiffusionPipeline.load_config(path, local_files_only=folder.is_dir())
+    except _UNREADABLE as error:
+        raise ValueError(f"model.path: {path} has no readable model_index.json ({_first_line(error)})") from None
+    name = index.get("_class_name") if isinstance(index, dict) else None
+    if name != PIPELINE:
+        raise ValueError(
+            f"model.path: {path} is {name or 'no pipeline'}, and family sd3 reads a {PIPELINE}; set the other family"
+        )
+    named = {part for part, kind in index.items() if isinstance(kind, list) and kind[0] is not None}
+    missing = sorted(_PARTS - named) or [p for p in sorted(named) if folder.is_dir() and not (folder / p).is_dir()]
+    if missing:
+        raise ValueError(f"model.path: {path} lacks {', '.join(missing)}; download the whole pipeline")
+    return named
+
+
+def _read(path: str, part: str, read: Callable[..., Any], **options: Any) -> Any:
+    try:
+        return read(path, subfolder=part, local_files_only=Path(path).is_dir(), **options)
+    except _UNREADABLE as error:
+        raise ValueError(f"model.path: {part} of {path} cannot be read: {_first_line(error)}") from None
+
+
+def _config(path: str, part: str) -> Mapping[str, Any]:
+    kind, needed = _NEEDED[part]
+    config = _read(path, part, kind.load_config)
+    missing = [name for name in needed if config.get(name) is None]
+    if missing:
+        raise ValueError(f"model.path: the config of {part} of {path} does not say {', '.join(missing)}")
+    return config
+
+
+def _encoder(path: str, number: str, tokenizer_kind: Any, kind: Any, dtype: torch.dtype) -> tuple[Any, nn.Module]:
+    """A tokenizer and its encoder. Where its files are missing, the library makes a tokenizer that knows nothing."""
+    tokenizer = _read(path, f"tokenizer{number}", tokenizer_kind.from_pretrained)
+    encoder = _weights(path, f"text_encoder{number}", kind, dtype=dtype)
+    known, wanted = len(tokenizer), encoder.config.vocab_size
+    if known < wanted / 2:
+        raise ValueError(
+            f"model.path: tokenizer{number} of {path} knows {known} of the {wanted} tokens of its encoder; its files "
+            "are missing, download the whole pipeline"
+        )
+    return tokenizer, encoder.eval().requires_grad_(False)
+
+
+def _weights(path: str, part: str, kind: Any, **options: Any) -> Any:
+    """A module whose every weight came from the files: the libraries start a missing one at random and only warn."""
+    module, found = _read(path, part, kind.from_pretrained, use_safetensors=True, output_loading_info=True, **options)
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise ValueError(f"model.path: the weights of {part} of {path} lack {', '.join(missing[:4])}")
+    return module
+
+
+def _checked_size(
+    transformer: Mapping[str, Any], vae: Mapping[str, Any], height: int | None, width: int | None
+) -> tuple[int, int]:
+    down = _downscale(vae)
+    multiple = down * transformer["patch_size"]
+    largest = multiple * transformer["pos_embed_max_size"]
+    for name, value in (("height", height), ("width", width)):
+        if value is not None and (value % multiple or not 0 < value <= largest):
+            raise ValueError(
+                f"data.{name} is {value}; this model makes multiples of {multiple} up to {largest}, set one of those"
+            )
+    default = transformer["sample_size"] * down
+    return height or default, width or default
+
+
+def _downscale(vae: Mapping[str, Any]) -> int:
+    return 2 ** (len(vae["block_out_channels"]) - 1)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def tiny(folder: Path, seed: int = 0) -> None:
+    """Writes a random pipeline of the real classes and structure (3.5's, with T5), 64 by 64 pixels, for tests."""
+    from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
+
+    clip, clip_2, t5 = _tiny_clip("<|endoftext|>"), _tiny_clip("!"), _tiny_t5()
+    modules: dict[str, Any] = {
+        **_tiny_networks(),
+        "text_encoder": CLIPTextModelWithProjection(_tiny_clip_config(len(clip), 8)),
+        "text_encoder_2": CLIPTextModelWithProjection(_tiny_clip_config(len(clip_2), 16)),
+        "text_encoder_3": T5EncoderModel(_tiny_t5_config(len(t5))),
+    }
+    for number, module in enumerate(modules.values()):
+        _fill(module, seed, number)
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    StableDiffusion3Pipeline(
+        **modules, tokenizer=clip, tokenizer_2=clip_2, tokenizer_3=t5, scheduler=scheduler
+    ).save_pretrained(folder, safe_serialization=True)
+
+
+def _tiny_networks() -> dict[str, nn.Module]:
+    """A transformer with 3.5's dual attention and normed queries, and a VAE of 16 channels that shrinks by 8."""
+    vae: dict[str, Any] = {"block_out_channels": (4, 4, 8, 8), "norm_num_groups": 2}
+    for side, kind in (("down", "DownEncoderBlock2D"), ("up", "UpDecoderBlock2D")):
+        vae[f"{side}_block_types"] = (kind,) * 4
+    return {
+        "transformer": SD3Transformer2DModel(
+            sample_size=8, num_layers=3, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=32,
+            caption_projection_dim=32, pooled_projection_dim=8 + 16, pos_embed_max_size=12,
+            dual_attention_layers=(0,), qk_norm="rms_norm",
+        ),
+        "vae": AutoencoderKL(
+            **vae, latent_channels=16, scaling_factor=1.5305, shift_factor=0.0609,
+            use_quant_conv=False, use_post_quant_conv=False,
+        ),
+    }  # fmt: skip
+
+
+_TABLES = ("embedding.weight", "shared.weight", "attention_bias.weight")
+
+
+def _fill(module: nn.Module, seed: int, number: int) -> None:
+    """Weights large enough that every input matters: unit gain, gains about 1, small biases, nothing zero."""
+    with torch.no_grad():
+        for index, (name, value) in enumerate(module.named_parameters()):
+            noise = seeds.normal(seed, "weight_init", [number], value.shape, 0, index)[0]
+            if value.ndim > 1:
+                value.copy_(noise * (1.0 if name.endswith(_TABLES) else value[0].numel() ** -0.5))
+            else:
+                value.copy_(0.2 * noise + (1.0 if name.endswith("weight") else 0.0))
+
+
+def _tiny_clip(padding: str) -> CLIPTokenizer:
+    """Every printable character is a token, with and without the end of a word; the special ones last, as in CLIP."""
+    letters = sorted(set(string.printable) - set(string.whitespace))
+    pieces = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    return CLIPTokenizer(vocabulary, [], pad_token=padding, model_max_length=77)
+
+
+def _tiny_clip_config(vocabulary: int, width: int) -> CLIPTextConfig:
+    return CLIPTextConfig(
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=2 * width, projection_dim=width,
+        num_hidden_layers=3, num_attention_heads=2,
+        eos_token_id=vocabulary - 1, bos_token_id=vocabulary - 2, pad_token_id=0,
+    )  # fmt: skip
+
+
+def _tiny_t5() -> T5Tokenizer:
+    """The special tokens of T5, the start of a word, and every printable character."""
+    letters = sorted(set(string.printable) - set(string.whitespace))
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((piece, -2.0) for piece in ["▁", *letters])]
+    return T5Tokenizer(vocab=pieces, extra_ids=0)
+
+
+def _tiny_t5_config(vocabulary: int) -> T5Config:
+    return T5Config(
+        vocab_size=vocabulary, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu"
+    )
