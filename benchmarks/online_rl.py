@@ -25,7 +25,7 @@ ARMS, COLOURS = ("start", "final"), ("#2563c9", "#d9690f", "#3f7d4e", "#8250b5",
 
 def main() -> None:
     parser = arguments(__doc__ or "", "online_rl")
-    parser.add_argument("--recipes", nargs="+", default=["glyph_flow_grpo", "glyph_mixgrpo", "glyph_nft"])
+    parser.add_argument("--recipes", nargs="+", default=["glyph_flow_grpo", "glyph_flow_grpo_fast", "glyph_nft"])
     parser.add_argument("--overrides", nargs="*", default=[], help="of every recipe")
     parser.add_argument("--figure", type=Path, help="where to draw reward against network forwards")
     args = parser.parse_args()

@@ -325,6 +325,7 @@ class _Decoupled(_Settings):
     timesteps: Literal["stratified", "full"] = "stratified"  # full: those of the rollout's grid
     num_timesteps: int | None = Field(default=None, ge=1, le=1000)  # stratified: how many; null: num_steps
     updates: int = Field(default=1, ge=1, le=10_000)  # optimizer steps a rollout
+    kl_every: int = Field(default=10, ge=0)  # cycles between measurements of the KL to the start; 0: never
     ema_decay: float = Field(default=0.9, ge=0, lt=1)
     evaluation_steps: int | None = Field(default=None, ge=1, le=1000)  # null: num_steps
 

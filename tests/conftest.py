@@ -84,7 +84,7 @@ def flow_grpo(weights: Path, tmp_path: Path) -> MakeRun:
 @pytest.fixture
 def nft(weights: Path, tmp_path: Path) -> MakeRun:
     """The same for decoupled online RL, two training sigmas a sample. ``algorithm.name`` changes to its siblings."""
-    return _make(weights, tmp_path, _rewarded({"name": "nft", "num_steps": 3, "num_timesteps": 2}))
+    return _make(weights, tmp_path, _rewarded({"name": "nft", "num_steps": 3, "num_timesteps": 2, "kl_every": 0}))
 
 
 def _rewarded(algorithm: dict[str, Any]) -> dict[str, Any]:

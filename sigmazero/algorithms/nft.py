@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sigmazero import seeds
+from sigmazero import seeds, transition
 from sigmazero.algorithms.advantages import group_advantages
 from sigmazero.algorithms.base import Algorithm, Arm, Average, Phase, Term, warmed_up_decay
 from sigmazero.algorithms.losses import dpo_loss, nft_loss, velocity_loss
@@ -36,10 +36,10 @@ from sigmazero.models.roles import RoleKind, Roles
 from sigmazero.records import Batch, Prompt, RolloutRequest, Scores, Trajectory, rows_of
 from sigmazero.schedule import add_noise, sigma_grid, static_shift
 from sigmazero.strategies import ode_and_return_last
-from sigmazero.transition import row_mean
 
 LOW, HIGH = 0.02, 0.98  # of stratified sigmas
 STEP_FIELDS = ("sigma", "step")
+KL_FIELDS = ("kl_sigma", "kl_sigma_next", "kl_step")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +64,13 @@ class Decoupled:
 
     @property
     def phases(self) -> Sequence[Phase]:
+        """The policy's updates, then the KL where it is due."""
         term, calls = self._term()
-        return (Phase("policy", {"rollout": term}, calls, ("policy",), rows=self._row_sets, step_fields=STEP_FIELDS),)
+        policy = Phase("policy", {"rollout": term}, calls, ("policy",), rows=self._row_sets, step_fields=STEP_FIELDS)
+        if not self.config.kl_every or self.config.num_steps == 1:
+            return (policy,)
+        calls, every = ("policy", "reference"), self.config.kl_every
+        return policy, Phase("kl", {"rollout": self._measure_kl}, calls, every=every, step_fields=KL_FIELDS)
 
     def _term(self) -> tuple[Term, tuple[str, ...]]:
         """The loss of the recipe's name, and the roles that it runs."""
@@ -120,6 +125,7 @@ class Decoupled:
         x0 = torch.stack([t.latents[-1] for t in trajectories])
         fields = rows_of(samples, cycle) | {"weight": weight, "advantage": advantage, "x0": x0}
         fields |= {"sigma": self._sigmas(samples, cycle), "step": torch.arange(self._num_timesteps).repeat(len(x0), 1)}
+        fields |= self._kl_fields(len(x0))
         batch = Batch(fields, tuple(t.request.prompt for t in trajectories))
         if isinstance(c, (BestOfGroupConfig, DPOConfig)):
             batch = self._extremes(batch, scores.total, torch.tensor([t.request.group for t in trajectories]))
@@ -145,6 +151,13 @@ class Decoupled:
         drawn = torch.stack([(row + step) / count for step, row in enumerate(u)], 1)
         return static_shift(drawn, c.shift).clamp(LOW, HIGH).float()
 
+    def _kl_fields(self, num_rows: int) -> dict[str, Tensor]:
+        """The rollout's steps but the last, where the KL is measured, and ids of noise that training does not use."""
+        grid = sigma_grid(self.config.num_steps, self.config.shift)
+        steps = torch.arange(self.config.num_steps - 1) + self._num_timesteps
+        values = (grid[:-2], grid[1:-1], steps)
+        return {name: value.repeat(num_rows, 1) for name, value in zip(KL_FIELDS, values, strict=True)}
+
     def _extremes(self, batch: Batch, rewards: Tensor, groups: Tensor) -> Batch:
         """The best of each group whose rewards differ, each row with its group's worst; weight 0 on one row where no
         group has any."""
@@ -159,11 +172,25 @@ class Decoupled:
         best, worst = zip(*pairs, strict=True)
         return batch.take(best).with_fields(advantage=torch.ones(len(best)), worst=batch["x0"][list(worst)])
 
-    def _noised(self, batch: Batch, x0: Tensor) -> tuple[Tensor, Tensor]:
+    def _noised(self, batch: Batch, x0: Tensor, sigma: str = "sigma", step: str = "step") -> tuple[Tensor, Tensor]:
         """A sample at each item's sigma, and the noise, which is the same for every sample of the row."""
-        samples, cycles, steps = (batch[name].tolist() for name in ("sample", "cycle", "step"))
+        samples, cycles, steps = (batch[name].tolist() for name in ("sample", "cycle", step))
         eps = seeds.normal(self.seed, "train_noise", samples, x0.shape[1:], cycles, steps).to(x0.device)
-        return add_noise(x0, eps, batch["sigma"]), eps
+        return add_noise(x0, eps, batch[sigma]), eps
+
+    def _measure_kl(self, roles: Roles, batch: Batch) -> Mapping[str, Tensor]:
+        """KL to the start, a transition, if the steps were Flow-GRPO's with eta .7: a number to compare with its runs.
+
+        A deterministic rollout has none of its own.
+        """
+        assert batch.condition is not None
+        x, _ = self._noised(batch, batch["x0"], "kl_sigma", "kl_step")
+        now, after = batch["kl_sigma"], batch["kl_sigma_next"]
+        guard = torch.full_like(now, float(sigma_grid(self.config.num_steps, self.config.shift)[1]))
+        policy, reference = (roles.velocity(role)(x, now, batch.condition) for role in ("policy", "reference"))
+        mean, std = transition.moments("sde", 0.7, x, policy, now, after, guard)
+        kl = transition.gaussian_kl(mean, transition.moments("sde", 0.7, x, reference, now, after, guard)[0], std)
+        return {"mean": kl, "nats": kl * x[0].numel()}
 
     def _nft(self, roles: Roles, batch: Batch) -> Mapping[str, Tensor]:
         c = self.config
@@ -174,11 +201,11 @@ class Decoupled:
         with torch.no_grad():
             old = roles.velocity("old")(x, batch["sigma"], batch.condition)
         out = nft_loss(v, old, x, batch["x0"], batch["sigma"], batch["advantage"], c.beta, c.advantage_range)
-        out |= {"old_distance": row_mean((v.detach() - old).abs())}
+        out |= {"old_distance": transition.row_mean((v.detach() - old).abs())}
         if c.kl_weight:
             with torch.no_grad():
                 reference = roles.velocity("reference")(x, batch["sigma"], batch.condition)
-            distance = row_mean((v - reference) ** 2)
+            distance = transition.row_mean((v - reference) ** 2)
             out |= {"loss": out["loss"] + c.kl_weight * distance, "reference_distance": distance.detach()}
         return {name: value if name == "loss" else value.detach() for name, value in out.items()}
 

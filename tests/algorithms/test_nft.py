@@ -237,7 +237,7 @@ def test_nft_term_is_its_loss_and_the_distance_to_the_start(nft: MakeRun) -> Non
         ({"advantage_range": 0.0}, "algorithm.advantage_range is 0"),
         ({"num_timesteps": 0}, "algorithm.num_timesteps is 0"),
         ({"updates": 0}, "algorithm.updates is 0"),
-        ({"updates": 7}, "algorithm.updates is 7, more than data.batch_size, 6"),
+        ({"updates": 7}, "algorithm.updates is 7, and a rollout has 6 rows"),
         ({"timesteps": "full"}, "num_timesteps does nothing with timesteps full"),
         ({"old_decay": {"cap": 1.0}}, "algorithm.old_decay.cap is 1"),
         ({"kl_weight": -1.0}, "algorithm.kl_weight is -1"),
@@ -246,3 +246,27 @@ def test_nft_term_is_its_loss_and_the_distance_to_the_start(nft: MakeRun) -> Non
 def test_b38_settings_that_cannot_work_are_refused(nft: MakeRun, changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         built(nft, **changes)
+
+
+def test_b37_the_kl_of_a_known_shift_in_velocity(nft: MakeRun) -> None:
+    """Velocities that differ by .1: ``(d mu)^2 / (2 std^2)`` of the sde step, by hand in fp64, times the elements."""
+    made = built(nft, kl_every=1, num_steps=3, shift=1.0)
+    trajectories = rollout(made, 3)
+    scores = Scores({}, torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64))
+    batch = made.feeds(trajectories, scores, None, 0)["rollout"].with_condition(
+        Conditioning({"none": torch.zeros(3, 1)})
+    )
+    assert [name for name in batch.fields if name.startswith("kl_")] == list(algorithm.KL_FIELDS)
+    phase = made.phases[-1]
+    assert (phase.name, phase.every, phase.updates) == ("kl", 1, ())
+    velocities = {"policy": 0.1, "reference": 0.0}
+    roles: Any = SimpleNamespace(velocity=lambda role: lambda x, *_: torch.full_like(x, velocities[role]))
+    for i, (now, after) in enumerate(((1.0, 2 / 3), (2 / 3, 1 / 3))):
+        item = batch.with_fields(**{name: batch[name][:, i] for name in algorithm.KL_FIELDS})
+        out = phase.terms["rollout"](roles, item)
+        level = 0.7 * math.sqrt(now / (1 - (2 / 3 if now == 1 else now)))
+        shift = (1 + level**2 * (1 - now) / (2 * now)) * (after - now) * 0.1
+        wanted = shift**2 / (2 * level**2 * (now - after))
+        assert out["mean"].tolist() == pytest.approx([wanted] * 3, rel=1e-4)
+        assert out["nats"].tolist() == pytest.approx([wanted * math.prod(SHAPE)] * 3, rel=1e-4)
+    assert not set(batch["kl_step"].flatten().tolist()) & set(batch["step"].flatten().tolist())
