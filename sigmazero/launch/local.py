@@ -29,7 +29,7 @@ from sigmazero.records import Prompt
 from sigmazero.report import write_report
 from sigmazero.rewards import REWARDS
 from sigmazero.rewards.scorer import Scorer
-from sigmazero.training import checkpoint
+from sigmazero.training import checkpoint, dump
 from sigmazero.training.folder import RunFolder
 from sigmazero.training.rollout import Collector
 from sigmazero.training.trainer import Trainer
@@ -149,6 +149,8 @@ def build(config: RunConfig) -> Built:
     inputs = {"model.path": roles.base_fingerprint}
     if isinstance(prompts, PromptFile):
         inputs["data.prompts"] = prompts.fingerprint
+    if config.rollout is not None and config.rollout.replay:
+        inputs["rollout.replay"] = dump.fingerprint(dump.find(config.rollout.replay))
     return Built(config, algorithm, roles, engine, prompts, scorer, trainer, inputs)
 
 

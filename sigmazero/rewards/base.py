@@ -25,7 +25,7 @@ Values = Union[Sequence[Any], Mapping[str, Sequence[Any]]]
 
 class Reward(Protocol):
     """One reward. It may be called from another thread than the one that made it; from one at a time, unless its
-    recipe says ``workers``."""
+    recipe says ``workers`` or a call has hung. Pictures and metadata are its own to change."""
 
     layout: Layout
     size: tuple[int, int] | None  # height, width that pictures are resized to; None: as they are
@@ -42,7 +42,8 @@ class Reward(Protocol):
 
 
 def as_layout(pictures: Tensor, layout: Layout, size: tuple[int, int] | None) -> Any:
-    """uint8 pictures ``[b, 3, H, W]`` in the form that a reward declares; resizing is bicubic with antialiasing."""
+    """uint8 pictures ``[b, 3, H, W]`` in the form that a reward declares, always a copy; resizing is bicubic with
+    antialiasing."""
     if size is not None and tuple(pictures.shape[-2:]) != size:
         resized = torch.nn.functional.interpolate(
             pictures.float(), size=size, mode="bicubic", align_corners=False, antialias=True
@@ -50,5 +51,5 @@ def as_layout(pictures: Tensor, layout: Layout, size: tuple[int, int] | None) ->
         pictures = resized.clamp(0, 255).round().to(torch.uint8)
     if layout == "chw_float":
         return pictures.float() / 255
-    rows = pictures.permute(0, 2, 3, 1).contiguous().numpy()
+    rows = pictures.permute(0, 2, 3, 1).clone(memory_format=torch.contiguous_format).numpy()
     return rows if layout == "hwc_uint8" else [Image.fromarray(row) for row in rows]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from torch import Tensor
 
 from sigmazero.config import FunctionRewardConfig
 from sigmazero.plugins import load_plugin
@@ -25,21 +29,30 @@ class FunctionReward:
 
     def __call__(self, pictures: Any, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> Values:
         """One picture that the function cannot take costs one score: a batch that fails is tried picture by picture."""
+        fresh = copy.deepcopy((pictures, metadata)) if len(prompts) > 1 else None  # it may change what it is given
         try:
             return self.function(pictures, prompts, metadata)
         except Exception as error:
-            if len(prompts) == 1:
+            if fresh is None:
                 return [error]
+            pictures, metadata = fresh
             rows = [(pictures[i : i + 1], [prompts[i]], [metadata[i]]) for i in range(len(prompts))]
-            return _joined([self(*row) for row in rows], error)
+            return _joined([self(*row) for row in rows])
 
 
-def _joined(answers: Sequence[Any], error: Exception) -> Values:
-    """Answers of one picture each as one."""
+def _joined(answers: Sequence[Any]) -> Values:
+    """Answers of one picture each as one; what is missing or no list of one number is an error there."""
     parts = dict.fromkeys(part for answer in answers if isinstance(answer, Mapping) for part in answer)
     if not parts:
-        return [answer[0] if hasattr(answer, "__len__") and len(answer) == 1 else answer for answer in answers]
-    return {part: [a[part][0] if isinstance(a, Mapping) and part in a else error for a in answers] for part in parts}
+        return [_only(answer) for answer in answers]
+    return {part: [_only(a.get(part, []) if isinstance(a, Mapping) else a) for a in answers] for part in parts}
+
+
+def _only(values: Any) -> Any:
+    own = values.tolist() if isinstance(values, (Tensor, np.ndarray)) else values
+    if isinstance(own, (list, tuple)) and len(own) == 1:
+        return own[0]
+    return ValueError(f"it must return one number a picture, and returned {values!r}")
 
 
 def build(config: FunctionRewardConfig, plugins: Sequence[str]) -> Reward:

@@ -1,16 +1,19 @@
 """Runs the rewards of a recipe beside the rollout: calls in threads, each with a time limit, failures counted.
 
-A failure (an exception, no answer in time, a wrong number of answers, an answer that is no finite number) costs the
-samples of its call and nothing else. A thread cannot be killed: one whose call hangs is left behind and another takes
-its place, and what it still says is not heard.
+A failure (an exception, no answer in time, a wrong number of answers) costs the samples of its call, an answer that is
+no finite number costs its own, and nothing else. A thread cannot be killed: one whose call hangs is left behind and
+another takes its place, and what it still says is not heard.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import queue
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +26,7 @@ from sigmazero.config import RewardConfig
 from sigmazero.records import Prompt
 from sigmazero.rewards.base import Reward, as_layout
 
+MAX_WARNINGS = 10  # failures of a run that are shown as they happen; all are counted
 EPSILON = 1e-4  # added to the deviation where a reward is normalised
 
 
@@ -38,19 +42,32 @@ class _Call:
     started: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     began: float = 0.0
-    abandoned: bool = False
+    given_up: bool = False
     outcome: Outcome = field(default_factory=lambda: ({}, []))
+    _end: threading.Lock = field(default_factory=threading.Lock)  # a call is done or given up, never both
 
-    def run(self, reward: Reward) -> None:
+    def run(self, reward: Reward) -> bool:
+        """Makes the call; whether it was not given up meanwhile."""
         self.began = time.monotonic()
         self.started.set()
         try:
+            # The reward's own: what it changes, no other reward and no later draw of the prompt sees.
             pictures = as_layout(self.pictures, reward.layout, reward.size)
-            answer = reward(pictures, [p.text for p in self.prompts], [p.metadata for p in self.prompts])
-            self.outcome = _numbers(answer, len(self.prompts))
+            metadata = [copy.deepcopy(dict(p.metadata)) for p in self.prompts]
+            self.outcome = _numbers(reward(pictures, [p.text for p in self.prompts], metadata), len(self.prompts))
         except BaseException as error:  # a scorer that calls sys.exit must not take its thread along unheard
             self.outcome = {}, [_line(error)]
-        self.done.set()
+        with self._end:
+            self.done.set()
+            return not self.given_up
+
+    def wait(self, limit: float) -> bool:
+        """Waits ``limit`` seconds from its start, then gives it up; whether it is done."""
+        self.started.wait()
+        self.done.wait(max(0.0, self.began + limit - time.monotonic()))
+        with self._end:
+            self.given_up = not self.done.is_set()
+            return not self.given_up
 
 
 class _Workers:
@@ -60,9 +77,11 @@ class _Workers:
         self.reward, self.config = reward, config
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._pending: list[_Call] = []
-        self._started = False
+        self._parts: dict[str, None] = {}  # that it ever returned, in order
+        self._started = self._closed = False
 
     def submit(self, pictures: Tensor, prompts: Sequence[Prompt]) -> None:
+        assert not self._closed
         if not self._started:
             self._started = True
             for _ in range(self.config.workers):
@@ -77,39 +96,36 @@ class _Workers:
         """Values of everything submitted since the last time, nan where there is none, and what failed."""
         calls, self._pending = self._pending, []
         outcomes = [self._wait(call) for call in calls]
-        parts = dict.fromkeys(part for values, _ in outcomes for part in values)
-        if isinstance(self.config.weight, dict):
-            parts |= dict.fromkeys(self.config.weight)
-        counts = [len(call.prompts) for call in calls]
-        values = {
-            part: [v for n, (own, _) in zip(counts, outcomes, strict=True) for v in own.get(part, [math.nan] * n)]
-            for part in parts or {"": None}
-        }
-        return values, [failure for _, failures in outcomes for failure in failures]
+        self._parts |= dict.fromkeys(part for values, _ in outcomes for part in values)
+        parts = list(self._parts or (self.config.weight if isinstance(self.config.weight, dict) else [""]))
+        values, failures = {part: list[float]() for part in parts}, list[str]()
+        for call, (own, failed) in zip(calls, outcomes, strict=True):
+            failures += failed + [f"it returned no {part!r}" for part in parts if own and part not in own]
+            for part in parts:
+                values[part] += own.get(part, [math.nan] * len(call.prompts))
+        return values, failures
 
     def _wait(self, call: _Call) -> Outcome:
         """The outcome of a call. Its time runs from its start: those before it have ended or were given up."""
-        call.started.wait()
-        limit = self.config.time_limit
-        if call.done.wait(max(0.0, call.began + limit - time.monotonic())):
+        if call.wait(self.config.time_limit):
             return call.outcome
-        call.abandoned = True
         self._start()
-        return {}, [f"no answer within {limit:g} s"]
+        return {}, [f"no answer within {self.config.time_limit:g} s"]
 
     def _start(self) -> None:
         threading.Thread(target=self._serve, name="reward", daemon=True).start()
 
     def _serve(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call.run(self.reward)
-            if call.abandoned:
-                return  # another thread has taken this one's place
+        """Takes calls until one is given up, when another thread takes this one's place."""
+        while (call := self._calls.get()) is not None and not self._closed:
+            if not call.run(self.reward):
+                return
 
     def close(self) -> None:
-        if self._started:
-            for _ in range(self.config.workers):
-                self._calls.put(None)
+        """Ends the threads; calls that wait are not made any more."""
+        self._closed = True
+        for _ in range(self.config.workers if self._started else 0):
+            self._calls.put(None)
 
 
 class Scorer:
@@ -119,6 +135,7 @@ class Scorer:
         self.rewards = dict(rewards)
         self._settings = dict(settings)
         self._workers = {name: _Workers(reward, settings[name]) for name, reward in rewards.items()}
+        self._warned: set[str] = set()
 
     def check(self, prompt: Prompt) -> None:
         """Whether every reward can score samples of a prompt.
@@ -140,17 +157,27 @@ class Scorer:
     def gather(self) -> tuple[dict[str, Tensor], list[str]]:
         """Values fp64 ``[b]`` by reward (``ocr``, ``mine/part``), nan where there is none; a line for each failure.
 
-        The total of them is ``total``'s, so that it can be taken over a whole cycle.
+        The total of them is ``total``'s, so that it can be taken over a whole cycle. Failures of rewards that are only
+        watched come last.
         """
         values: dict[str, Tensor] = {}
-        failures: list[str] = []
+        failures, watched = list[str](), list[str]()
         for name, workers in self._workers.items():
             parts, failed = workers.gather()
             values |= {
                 f"{name}/{part}" if part else name: torch.tensor(v, dtype=torch.float64) for part, v in parts.items()
             }
-            failures += [f"rewards.{name}: {failure}" for failure in failed]
-        return values, failures
+            where = failures if self._settings[name].optimised else watched
+            where += [f"rewards.{name}: {failure}" for failure in failed]
+        self._warn(failures + watched)
+        return values, failures + watched
+
+    def _warn(self, failures: Sequence[str]) -> None:
+        """Shows each kind of failure once: a reward that fails must not do so unseen."""
+        for failure in dict.fromkeys(failures):
+            if failure not in self._warned and len(self._warned) < MAX_WARNINGS:
+                self._warned.add(failure)
+                print(f"warning: {failure}; its samples have no score", file=sys.stderr)
 
     def score(self, pictures: Tensor, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         """Submits and gathers, for evaluation."""
@@ -171,7 +198,7 @@ class Scorer:
         return out
 
     def close(self) -> None:
-        """Ends the threads; what is submitted later is not scored."""
+        """Ends the threads. Nothing can be submitted any more."""
         for workers in self._workers.values():
             workers.close()
 
@@ -185,10 +212,10 @@ def _weights(name: str, config: RewardConfig, values: Mapping[str, Tensor]) -> d
             example = f"rewards.{name}.weight={{{parts[0]}: 1.0}}"
             raise ValueError(f"rewards.{name}.weight is {given}, but it returns {', '.join(parts)}: set {example}")
         return {} if parts else {name: given}
-    known = [part for part in parts if bool(torch.isfinite(values[f"{name}/{part}"]).any())]
-    for part in given:
-        if known and part not in known:
-            raise ValueError(f"rewards.{name}.weight names {part!r}, but it returns {', '.join(known)}")
+    for part, weight in given.items():
+        if weight and part not in parts:
+            returned = f"it returns {', '.join(parts)}" if parts else "it returns one number a sample"
+            raise ValueError(f"rewards.{name}.weight names {part!r}, but {returned}")
     return {f"{name}/{part}": weight for part, weight in given.items()}
 
 
@@ -199,27 +226,33 @@ def _normalised(values: Tensor) -> Tensor:
 
 
 def _numbers(answer: Any, count: int) -> Outcome:
-    """What a reward returned as ``count`` numbers by part, nan where a sample has none."""
-    parts = answer if isinstance(answer, Mapping) else {"": answer}
+    """What a reward returned as ``count`` numbers by part, nan where a sample has none; a part that is no list of as
+    many is left out."""
     found: dict[str, list[float]] = {}
     failures: list[str] = []
-    if not parts:
-        raise ValueError("it returned no scores")
-    for part, values in parts.items():
+    for part, values in answer.items() if isinstance(answer, Mapping) else [("", answer)]:
         own = values.tolist() if isinstance(values, (Tensor, np.ndarray)) else values
         if not isinstance(own, (list, tuple)) or len(own) != count or not isinstance(part, str):
-            raise ValueError(f"it must return {count} numbers, one a picture, and returned {_short(values)}")
-        found[part] = [_number(value) for value in own]
-        failures += [_failure(v) for v, number in zip(own, found[part], strict=True) if math.isnan(number)]
-    return found, failures
+            returned = _short({part: values} if part else values)
+            failures.append(f"it must return {count} numbers, one a picture, and returned {returned}")
+            continue
+        numbers = [_number(value) for value in own]
+        failures += [_failure(v) for v, number in zip(own, numbers, strict=True) if math.isnan(number)]
+        if part or not all(map(math.isnan, numbers)):  # one that failed throughout does not say what its parts are
+            found[part] = numbers
+    return found, failures if found or failures else ["it returned no scores"]
 
 
 def _number(value: Any) -> float:
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
-    if not isinstance(value, (int, float, np.integer, np.floating, np.bool_)) or not math.isfinite(value):
+    if not isinstance(value, (int, float, np.integer, np.floating, np.bool_)):
         return math.nan
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        return math.nan
+    return number if math.isfinite(number) else math.nan
 
 
 def _failure(value: Any) -> str:
@@ -227,7 +260,7 @@ def _failure(value: Any) -> str:
 
 
 def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+    return " ".join("".join(traceback.format_exception_only(error)).split())[:200]
 
 
 def _short(value: Any) -> str:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sigmazero.records import Prompt, RolloutRequest, Scores, StepPlan, Trajectory
+from sigmazero.records import Prompt, RolloutRequest, StepPlan, Trajectory
 from sigmazero.tensors import read_tensors, write_tensors
 
 FOLDER = "rollouts"  # in a run folder
 _SUFFIX = ".safetensors"
 
 
-def save(folder: Path, cycle: int, trajectories: list[Trajectory], scores: Scores) -> Path:
-    """Writes the rollout of a cycle to ``folder/CYCLE.safetensors``, whole or not at all."""
+def save(folder: Path, cycle: int, trajectories: list[Trajectory], values: Mapping[str, torch.Tensor]) -> Path:
+    """Writes the rollout of a cycle and its values by reward, ``folder/CYCLE.safetensors``, whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {"total": scores.total} | {f"values/{name}": value for name, value in scores.values.items()}
+    tensors = {f"values/{name}": value for name, value in values.items()}
     for i, t in enumerate(trajectories):
         own = {"latents": t.latents, "sigmas": t.sigmas, "log_prob": t.log_prob, "grid": t.request.sigmas}
         tensors |= {f"{i}/{name}": value.clone() for name, value in own.items()}  # rows of a batch share their storage
@@ -44,14 +46,24 @@ def find(folder: str) -> list[Path]:
     """
     given = Path(folder)
     for where in (given / FOLDER, given):
-        paths = sorted(p for p in where.glob(f"*{_SUFFIX}") if p.stem.isdecimal()) if where.is_dir() else []
+        paths = [p for p in where.glob(f"*{_SUFFIX}") if p.stem.isdecimal()]
         if paths:
-            return paths
+            return sorted(paths, key=lambda path: int(path.stem))
     raise ValueError(f"rollout.replay: {folder} holds no rollout; make some with rollout.dump_every=1")
 
 
-def load(path: Path) -> tuple[list[Trajectory], Scores]:
-    """The rollout of a file. Its policy is gone, so every version is -1 and training uses the log-probs as recorded.
+def fingerprint(paths: list[Path]) -> str:
+    """A hash of what rollouts hold, in hexadecimal."""
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def load(path: Path) -> tuple[list[Trajectory], dict[str, torch.Tensor]]:
+    """The rollout of a file, with its values by reward.
+
+    Its policy is gone, so every version is -1 and training uses the log-probs as recorded.
 
     Raises:
         ValueError: the file is damaged or of another kind.
@@ -62,7 +74,9 @@ def load(path: Path) -> tuple[list[Trajectory], Scores]:
         trajectories = [_trajectory(i, row, tensors) for i, row in enumerate(rows)]
         prefix = "values/"
         values = {n.removeprefix(prefix): v for n, v in tensors.items() if n.startswith(prefix)}
-        return trajectories, Scores(values, tensors["total"])
+        if not trajectories or not values or any(len(v) != len(trajectories) for v in values.values()):
+            raise ValueError("it does not hold a score for each of its samples")
+        return trajectories, values
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"rollout.replay: {path} is no rollout that can be read ({error})") from None
 

@@ -63,61 +63,84 @@ class Collector:
         """
         size = self._config.data.batch_size
         if self._replayed:
-            trajectories, scores = dump.load(self._replayed[cycle % len(self._replayed)])
-            return Rollout(trajectories, scores, range(first, first + size), _reward_metrics(scores.values))
-        trajectories, values = self._sample(range(first, first + size), cycle)
+            return self._replay(self._replayed[cycle % len(self._replayed)], first)
+        trajectories, values, failures = self._sample(range(first, first + size), cycle)
         if self._scorer is None or not trajectories:
             return Rollout(trajectories, None, range(first, first + size))
-        rollout = self._filtered(trajectories, values, first, cycle)
+        rollout = self._filtered(trajectories, values, failures, first, cycle)
         if self._settings.dump_every and cycle % self._settings.dump_every == 0:
             assert rollout.scores is not None
-            dump.save(Path(self._config.output) / dump.FOLDER, cycle, rollout.trajectories, rollout.scores)
+            dump.save(Path(self._config.output) / dump.FOLDER, cycle, rollout.trajectories, rollout.scores.values)
         return rollout
 
-    def _sample(self, samples: range, cycle: int) -> tuple[list[Trajectory], dict[str, Tensor]]:
-        """Trajectories, and their values by reward. The rewards work on one part while the next is sampled."""
+    def _replay(self, path: Path, first: int) -> Rollout:
+        """A dumped rollout, with the total that this recipe makes of its rewards."""
+        assert self._scorer is not None
+        trajectories, values = dump.load(path)
+        try:
+            total = self._scorer.total(values)
+        except KeyError as error:
+            raise ValueError(f"rollout.replay: {path} has no reward {error}; it has {', '.join(values)}") from None
+        samples = range(first, first + len(trajectories))
+        return Rollout(trajectories, Scores(values, total), samples, _reward_metrics(values))
+
+    def _sample(self, samples: range, cycle: int) -> tuple[list[Trajectory], dict[str, Tensor], list[str]]:
+        """Trajectories, their values by reward, and what failed. The rewards work on one part while the next is
+        sampled."""
         group = self._algorithm.group_size or 1
         prompts = self._prompts.prompts([sample // group for sample in samples])
         requests = self._algorithm.requests(prompts, samples, cycle)
         if self._scorer is None or not requests:
-            return (self._engine.generate(requests) if requests else []), {}
+            return (self._engine.generate(requests) if requests else []), {}, []
         done: list[Trajectory] = []
         for start in range(0, len(requests), PART):
             part = self._engine.generate(requests[start : start + PART])
             pictures = quantized(self._model.decode(torch.stack([t.latents[-1] for t in part]))).cpu()
             self._scorer.submit(pictures, [t.request.prompt for t in part])
             done += part
-        values, failures = self._scorer.gather()
-        self._check_failures(self._scorer.total(values), failures)
-        return done, values
+        return done, *self._scorer.gather()
 
-    def _check_failures(self, total: Tensor, failures: Sequence[str]) -> None:
-        failed = int((~torch.isfinite(total)).sum())
-        if failed > self._settings.max_failed * len(total):
-            raise ValueError(
-                f"{failed} of {len(total)} samples have no reward, more than rollout.max_failed allows "
-                f"({self._settings.max_failed:g} of them): {'; '.join(dict.fromkeys(failures[:3]))}"
-            )
-
-    def _filtered(self, trajectories: list[Trajectory], values: dict[str, Tensor], first: int, cycle: int) -> Rollout:
+    def _filtered(
+        self, drawn: list[Trajectory], values: dict[str, Tensor], failures: list[str], first: int, cycle: int
+    ) -> Rollout:
         """Replaces groups that teach nothing, by as many new ones as are missing, up to ``max_refills`` times."""
         assert self._scorer is not None
-        size, seen, end = self._algorithm.group_size, values, first + len(trajectories)
-        total = self._scorer.total(values)
-        metrics = _group_metrics(total, _groups(trajectories), size)
+        size, wanted, end, seen = self._algorithm.group_size, len(drawn), first + len(drawn), values
+        metrics = _group_metrics(self._checked_total(seen, failures), _groups(drawn), size)
         for _ in range(self._settings.max_refills):
-            missing = len(dead_groups(total, _groups(trajectories)))
+            missing = wanted - len(_live(drawn, self._scorer.total(values)))
             if not missing:
                 break
-            more, new = self._sample(range(end, end + missing * size), cycle)
-            end += missing * size
-            seen = _joined(seen, new)
-            trajectories, values = _live(trajectories + more, _joined(values, new), self._scorer)
-            total = self._scorer.total(values)
-        metrics |= _reward_metrics(seen) | {"reward/failed": float((~torch.isfinite(self._scorer.total(seen))).sum())}
+            more, new, failed = self._sample(range(end, end + missing), cycle)
+            end, seen, failures = end + missing, _joined(seen, new), failures + failed
+            self._checked_total(seen, failures)
+            drawn, values = drawn + more, _joined(values, new)
+            rows = _live(drawn, self._scorer.total(values)) or list(range(wanted))
+            drawn, values = [drawn[i] for i in rows], {name: value[rows] for name, value in values.items()}
+        metrics |= _reward_metrics(seen) | {"reward/failed": _num_failed(self._scorer.total(seen))}
         if self._settings.max_refills:
-            metrics["group/refilled"] = (end - first - self._config.data.batch_size) / size
-        return Rollout(trajectories, Scores(values, total), range(first, end), metrics)
+            metrics["group/refilled"] = (end - first - wanted) / size
+        return Rollout(drawn, Scores(values, self._scorer.total(values)), range(first, end), metrics)
+
+    def _checked_total(self, values: Mapping[str, Tensor], failures: Sequence[str]) -> Tensor:
+        """The rewards' total of all that a cycle has drawn so far.
+
+        Raises:
+            ValueError: too much of it has none.
+        """
+        assert self._scorer is not None
+        total = self._scorer.total(values)
+        failed = _num_failed(total)
+        if failed > self._settings.max_failed * len(total):
+            raise ValueError(
+                f"{failed:.0f} of {len(total)} samples have no reward, more than rollout.max_failed allows "
+                f"({self._settings.max_failed:g} of them): {'; '.join(list(dict.fromkeys(failures))[:3])}"
+            )
+        return total
+
+
+def _num_failed(total: Tensor) -> float:
+    return float((~torch.isfinite(total)).sum())
 
 
 def _groups(trajectories: Sequence[Trajectory]) -> Tensor:
@@ -131,14 +154,11 @@ def _joined(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.cat([a.get(name, nothing[0]), b.get(name, nothing[1])]) for name in {**a, **b}}
 
 
-def _live(
-    trajectories: list[Trajectory], values: dict[str, Tensor], scorer: Scorer
-) -> tuple[list[Trajectory], dict[str, Tensor]]:
-    """The samples of groups that teach something; all of them where no group does."""
+def _live(trajectories: Sequence[Trajectory], total: Tensor) -> list[int]:
+    """Rows of the groups that teach something."""
     groups = _groups(trajectories)
-    dead = dead_groups(scorer.total(values), groups)
-    rows = [i for i, group in enumerate(groups.tolist()) if group not in dead] or list(range(len(trajectories)))
-    return [trajectories[i] for i in rows], {name: value[rows] for name, value in values.items()}
+    dead = dead_groups(total, groups)
+    return [i for i, group in enumerate(groups.tolist()) if group not in dead]
 
 
 def _reward_metrics(values: Mapping[str, Tensor]) -> dict[str, float]:
