@@ -99,6 +99,23 @@ def sample(
 
 
 @app.command()
+def export(
+    run: Run,
+    to: Annotated[Path, typer.Option(help="a new folder")],
+    role: Annotated[str | None, typer.Option(help="trained role; default: the averaged student or policy")] = None,
+    form: Annotated[str, typer.Option("--as", help="pipeline (a diffusers folder), lora or weights")] = "pipeline",
+) -> None:
+    """Write a run's student for diffusers, and how to sample it; reload it in a new process and compare pictures."""
+    from sigmazero.launch.export import export_run
+
+    done = export_run(run, to, role, form)
+    if done.bound:
+        print(f"diffusers binds all {done.bound} tensors of the LoRA file")
+    print(f"{done.arm.role} of cycle {done.cycle}, reloaded: its picture differs by at most {done.difference:.2g}")
+    print(f"finished: {form} in {done.folder}, for {done.arm.num_steps} steps; how to sample it is in sampler.json")
+
+
+@app.command()
 def tiny(
     family: Annotated[str, typer.Argument(help="sd3, flux2 or qwen_image")],
     folder: Annotated[Path, typer.Argument(help="a new folder")],

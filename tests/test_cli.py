@@ -34,6 +34,7 @@ COMMANDS: dict[str, set[str]] = {
     "show": set(),
     "probe": {"--json"},
     "tiny": {"--seed"},
+    "export": {"--to", "--role", "--as"},
     "evaluate": set(),
     "sample": {"--prompt", "--count", "--role", "--num-steps", "--guidance", "--seed", "--output"},
 }

@@ -24,7 +24,7 @@ ORDER = (
     "glyphs",
     "strategies",
     "sampler",
-    *("models", "models.base", "models.roles", "models.conditions"),
+    *("models", "models.base", "models.roles", "models.conditions", "models.folder"),
     *("models.glyph", "models.sd3", "models.flux2", "models.qwen_image"),
     "plugins",
     "data",
@@ -41,7 +41,9 @@ ORDER = (
     *("training", "training.state", "training.phase", "training.dump", "training.rollout"),
     *("training.checkpoint", "training.folder", "training.trainer"),
     *("verdict", "curves", "health", "report"),
+    "export",
     *("launch", "launch.judge", "launch.local", "launch.plan", "launch.probe", "launch.reopen", "launch.tiny"),
+    *("launch.reload", "launch.export"),
     "cli",
     "__main__",
 )
@@ -56,14 +58,17 @@ OWNERS = {
     "torch.utils.tensorboard": {"metrics"},
     "tensorboard": {"metrics"},
     "matplotlib": {"report", "glyphs"},
-    "diffusers": {"models.glyph", "models.sd3", "models.flux2", "models.qwen_image"},
+    "diffusers": {
+        *("models.folder", "models.glyph", "models.sd3", "models.flux2", "models.qwen_image"),
+        *("export", "launch.reload"),
+    },
     "typer": {"cli"},
     "ray": set(),
     "fastapi": set(),
     "uvicorn": set(),
     "httpx": {"rewards.remote"},
     "onnxruntime": {"rewards.ocr"},
-    "transformers": {"models.sd3", "models.flux2", "models.qwen_image", "rewards.clip"},
+    "transformers": {"models.folder", "models.sd3", "models.flux2", "models.qwen_image", "rewards.clip", "launch.tiny"},
     "pyarrow": {"data"},
 }
 DYNAMIC = {"plugins", "launch.local", "launch.tiny"}  # what `importlib` loads escapes the parser

@@ -142,7 +142,7 @@ def build(config: RunConfig) -> Built:
         guidance_norm=config.model.guidance_norm, seed=config.seed,
         activation_checkpointing=config.model.activation_checkpointing,
     )  # fmt: skip
-    engine = LocalEngine(roles, device=device)
+    engine = LocalEngine(roles, max_batch=config.training.rollout_rows, device=device)
     pictures = GlyphCaptions("train", config.seed)
     collector = Collector(config, algorithm, model, engine, prompts, scorer)
     trainer = Trainer(config, algorithm, roles, engine, collector, pictures, device)

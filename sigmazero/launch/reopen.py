@@ -68,9 +68,9 @@ def sample_run(
         raise ValueError("--prompt is empty; write what the picture should show, or leave the option out")
     built = build(read_config(path))
     cycle = restore(built, RunFolder(path))
-    arm = _arm(built, role, num_steps, guidance)
+    arm = choose_arm(built, role, num_steps, guidance)
     texts = list(prompts) or list(DEFAULT_PROMPTS)
-    requests = [_request(arm, Prompt(i, text), seed + j) for i, text in enumerate(texts) for j in range(count)]
+    requests = [request_of(arm, Prompt(i, text), seed + j) for i, text in enumerate(texts) for j in range(count)]
     with CycleProgress(f"sampling {arm.role}", 0, len(requests)) as progress:
         trajectories = generate_in_parts(built.engine, requests, progress.update)
     pictures = quantized(built.roles.model.decode(finite_samples(trajectories)))
@@ -107,7 +107,7 @@ def restore(built: Built, folder: RunFolder) -> int:
     return built.trainer.counters.cycle
 
 
-def _arm(built: Built, role: str | None, num_steps: int | None, guidance: float | None) -> Arm:
+def choose_arm(built: Built, role: str | None, num_steps: int | None, guidance: float | None) -> Arm:
     """The averaged student or policy as evaluation samples it, or the same of another role; some settings changed."""
     arms = {arm.role: arm for arm in reversed(built.algorithm.arms)}
     trained = [arm.role for arm in built.algorithm.arms if built.roles.kinds[arm.role] != "frozen"]
@@ -119,6 +119,6 @@ def _arm(built: Built, role: str | None, num_steps: int | None, guidance: float 
     return dataclasses.replace(arm, **{name: value for name, value in changes.items() if value is not None})
 
 
-def _request(arm: Arm, prompt: Prompt, seed: int) -> RolloutRequest:
+def request_of(arm: Arm, prompt: Prompt, seed: int) -> RolloutRequest:
     sigmas, plan = sigma_grid(arm.num_steps, arm.shift), ode_and_return_last(0, arm.num_steps, seed)._replace(sde=None)
     return RolloutRequest(0, 0, prompt, arm.role, sigmas, arm.kind, arm.eta, arm.guidance, seed, plan)

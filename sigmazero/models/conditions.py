@@ -41,4 +41,4 @@ class KnownPrompts:
         unknown = next((text for text in prompts if text not in self._known), None)
         if unknown is not None:
             raise ValueError(f"prompt {unknown!r} was not encoded before the text encoders were freed")
-        return Conditioning.cat([self._known[text] for text in prompts])
+        return Conditioning.cat([self._known[text] for text in prompts] or [self._known[""].take([])])

@@ -10,7 +10,6 @@ A longer prompt is cut at 512 tokens, as the pipeline cuts it.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from torch.nn import functional
 from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from sigmazero import seeds
+from sigmazero.models.folder import open_pipeline
 from sigmazero.records import Conditioning
 
 PIPELINE = "Flux2KleinPipeline"
@@ -106,10 +106,9 @@ class Flux2Model:
         if encoder is None:
             raise RuntimeError("the text encoder was dropped by free_encoders(); encode every prompt before that")
         encoder.to(weight.device)
-        known = {prompt: self._embed(encoder, prompt) for prompt in dict.fromkeys(prompts)}
-        return Conditioning(
-            {"text": torch.stack([known[prompt] for prompt in prompts]).to(weight.device, weight.dtype)}
-        )
+        texts = list(dict.fromkeys(prompts)) or [""]  # of no prompts: no rows of the right shape
+        rows = torch.stack([self._embed(encoder, text) for text in texts]).to(weight.device, weight.dtype)
+        return Conditioning({"text": rows}).take([texts.index(prompt) for prompt in prompts])
 
     @torch.no_grad()
     def _embed(self, encoder: nn.Module, prompt: str) -> Tensor:
@@ -216,13 +215,13 @@ def load(
     Raises:
         ValueError: no such folder, another family, a part is missing or does not fit, a size that no token grid has.
     """
-    index = _index(path)
-    scheduler = _read(FlowMatchEulerDiscreteScheduler, path, "scheduler")
-    tokenizer = _read(Qwen2Tokenizer, path, "tokenizer")
-    vae = _read_weights(AutoencoderKLFlux2, path, "vae", torch_dtype=torch.float32)
+    pipeline = open_pipeline(path, Flux2Model.family, PIPELINE, _PARTS, _RELATIVES)
+    scheduler = pipeline.read("scheduler", FlowMatchEulerDiscreteScheduler.from_pretrained)
+    tokenizer = pipeline.read("tokenizer", Qwen2Tokenizer.from_pretrained)
+    vae = pipeline.weights("vae", AutoencoderKLFlux2, torch_dtype=torch.float32)
     size = (_pixels("height", height, vae), _pixels("width", width, vae))
-    text = _read_weights(Qwen3ForCausalLM, path, "text_encoder", dtype=dtype)
-    net = _read_weights(Flux2Transformer2DModel, path, "transformer", torch_dtype=dtype)
+    text = pipeline.weights("text_encoder", Qwen3ForCausalLM, dtype=dtype)
+    net = pipeline.weights("transformer", Flux2Transformer2DModel, torch_dtype=dtype)
     _check_fit(path, net, vae, text, tokenizer)
     return Flux2Model(
         net,
@@ -230,45 +229,12 @@ def load(
         (tokenizer, text.model),  # without the head, which would make logits of 512 tokens by 150,000 words
         scheduler.config,
         size=size,
-        is_distilled=bool(index.get("is_distilled")),
+        is_distilled=bool(pipeline.index.get("is_distilled")),
     )
 
 
-def _index(path: str) -> Mapping[str, Any]:
-    """The pipeline's ``model_index.json``, of this family."""
-    local = Path(path).is_dir()
-    if not local and not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
-        raise ValueError(f"model.path: there is no folder {path}; set a diffusers pipeline folder or a hub id")
-    try:
-        index: Any = Flux2KleinPipeline.load_config(path, local_files_only=local)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model.path: {path} is no diffusers pipeline: {_first_line(error)}") from None
-    kind = index.get("_class_name")
-    if kind == "Flux2Pipeline":
-        raise ValueError(f"model.path: {path} is FLUX.2-dev, whose guidance is embedded; set a FLUX.2-klein pipeline")
-    if kind != PIPELINE:
-        raise ValueError(f"model.path: {path} is a {kind}; the family flux2 reads a {PIPELINE}")
-    return index
-
-
-def _read(kind: Any, path: str, part: str, **settings: Any) -> Any:
-    """One part of the pipeline by its class's own reader."""
-    local = Path(path).is_dir()
-    if local and not (Path(path) / part).is_dir():
-        raise ValueError(f"model.path: {path} has no folder {part!r}; copy the whole pipeline")
-    try:
-        return kind.from_pretrained(path, subfolder=part, local_files_only=local, **settings)
-    except Exception as error:  # what a reader raises for a broken file differs from format to format
-        raise ValueError(f"model.path: {part!r} of {path} cannot be read: {_first_line(error)}") from None
-
-
-def _read_weights(kind: Any, path: str, part: str, **settings: Any) -> Any:
-    """The same for a network, whose files must hold every weight: the libraries start others at random and warn."""
-    module, report = _read(kind, path, part, use_safetensors=True, output_loading_info=True, **settings)
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise ValueError(f"model.path: {part!r} of {path} lacks weights of its config: {', '.join(missing[:4])}")
-    return module
+_PARTS = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
+_RELATIVES = {"Flux2Pipeline": "FLUX.2-dev, whose guidance is embedded"}
 
 
 def _check_fit(
@@ -302,10 +268,6 @@ def _pixels(name: str, value: int | None, vae: AutoencoderKLFlux2) -> int:
         near = max(1, round(value / multiple)) * multiple
         raise ValueError(f"data.{name} is {value}; a token of FLUX.2 spans {multiple} pixels, so set {near}, say")
     return value
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def tiny(folder: Path, seed: int = 0) -> None:

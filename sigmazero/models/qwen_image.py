@@ -7,7 +7,6 @@ channels a 2x2 patch of the VAE's 16 channels, so that the norm of true guidance
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 from diffusers import (
     AutoencoderKLQwenImage,
-    DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
     QwenImageTransformer2DModel,
 )
@@ -25,6 +23,7 @@ from torch import Tensor, nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from sigmazero import seeds
+from sigmazero.models.folder import open_pipeline, scheduler_shift
 from sigmazero.records import Conditioning
 
 PIPELINE = "QwenImagePipeline"
@@ -52,7 +51,6 @@ class QwenImageModel:
 
     family = "qwen_image"
     guidance_norm = "layer_norm"
-    lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
     def __init__(
         self,
@@ -73,6 +71,16 @@ class QwenImageModel:
         self._grid = height // cell, width // cell
         self.latent_shape = (self._grid[0] * self._grid[1], vae.config["z_dim"] * PATCH**2)
 
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        """Attention projections of pictures and text.
+
+        The network drops the last block's text: an adapter on its query or output would never get a gradient.
+        """
+        blocks = range(self.net.config["num_layers"] - 1)
+        text = [f"transformer_blocks.{i}.attn.{name}" for i in blocks for name in ("add_q_proj", "to_add_out")]
+        return ("to_q", "to_k", "to_v", "to_out.0", "add_k_proj", "add_v_proj", *text)
+
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Conditioning:
         """The language model's last hidden states of each prompt in its template, without the template's start.
@@ -84,7 +92,7 @@ class QwenImageModel:
         if self.text_encoder is None:
             raise RuntimeError("the text encoder was dropped by free_encoders(); encode all prompts before that")
         device, dtype = _place(self.net)
-        texts = list(dict.fromkeys(prompts))
+        texts = list(dict.fromkeys(prompts)) or [""]  # of no prompts: no rows of the right shape
         tokens = self._tokenizer(
             [PREFIX + text + SUFFIX for text in texts],
             max_length=PREFIX_TOKENS + MAX_TOKENS,
@@ -209,50 +217,20 @@ def load(
     Raises:
         ValueError: the folder is of another family or a part of it is missing or does not fit; the size is none.
     """
-    _check_index(path)
-    net = _weights(path, "transformer", QwenImageTransformer2DModel, torch_dtype=dtype)
+    pipeline = open_pipeline(path, QwenImageModel.family, PIPELINE, _PARTS)
+    net = pipeline.weights("transformer", QwenImageTransformer2DModel, torch_dtype=dtype)
     _check_transformer(path, net)
-    vae = _weights(path, "vae", AutoencoderKLQwenImage, torch_dtype=torch.float32)
+    vae = pipeline.weights("vae", AutoencoderKLQwenImage, torch_dtype=torch.float32)
     size = [_size(vae, name, value) for name, value in (("height", height), ("width", width))]
-    tokenizer = _part(path, "tokenizer", Qwen2Tokenizer)
+    tokenizer = pipeline.read("tokenizer", Qwen2Tokenizer.from_pretrained)
     _check_prefix(path, tokenizer)
-    scheduler = _part(path, "scheduler", FlowMatchEulerDiscreteScheduler)
-    text_encoder = _weights(path, "text_encoder", Qwen2_5_VLForConditionalGeneration, dtype=dtype)
-    tokens = size[0] * size[1] // (PATCH * vae.spatial_compression_ratio) ** 2
-    shift = _shift(scheduler.config, tokens)
+    scheduler = pipeline.read("scheduler", FlowMatchEulerDiscreteScheduler.from_pretrained)
+    text_encoder = pipeline.weights("text_encoder", Qwen2_5_VLForConditionalGeneration, dtype=dtype)
+    shift = scheduler_shift(scheduler.config, size[0] * size[1] // (PATCH * vae.spatial_compression_ratio) ** 2)
     return QwenImageModel(net, vae, tokenizer, text_encoder.model.language_model, shift, size[0], size[1])
 
 
-def _check_index(path: str) -> None:
-    local = Path(path).is_dir()
-    try:
-        index: Any = DiffusionPipeline.load_config(path, local_files_only=local)
-    except OSError as error:
-        what = f"{path} has no usable model_index.json" if local else f"{path} is no folder and no hub id within reach"
-        raise ValueError(f"model.path: {what}; give the folder of a diffusers pipeline ({_line(error)})") from None
-    found = index.get("_class_name")
-    if found != PIPELINE:
-        raise ValueError(f"model.path: {path} is a {found}, but model.family qwen_image wants a {PIPELINE}")
-
-
-def _part(path: str, name: str, kind: Any, **options: Any) -> Any:
-    """One sub-folder as ``kind.from_pretrained`` reads it."""
-    local = Path(path).is_dir()
-    if local and not (Path(path) / name).is_dir():
-        raise ValueError(f"model.path: {path} has no sub-folder {name}; copy the whole pipeline")
-    try:
-        return kind.from_pretrained(path, subfolder=name, local_files_only=local, **options)
-    except Exception as error:  # the libraries raise whatever a broken file made them trip over
-        raise ValueError(f"model.path: {path} has no usable {name}: {_line(error)}") from None
-
-
-def _weights(path: str, name: str, kind: Any, **options: Any) -> Any:
-    """The same for a network. What its files lack would start at random with no more than a warning."""
-    module, info = _part(path, name, kind, use_safetensors=True, output_loading_info=True, **options)
-    lost = sorted(str(key) for key in (*info["missing_keys"], *info["mismatched_keys"]))
-    if lost:
-        raise ValueError(f"model.path: the {name} of {path} lacks {len(lost)} tensors: {', '.join(lost[:4])}")
-    return module
+_PARTS = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
 
 
 def _check_transformer(path: str, net: QwenImageTransformer2DModel) -> None:
@@ -280,19 +258,6 @@ def _size(vae: AutoencoderKLQwenImage, name: str, value: int | None) -> int:
     if value < cell or value % cell:
         raise ValueError(f"data.{name} is {value}; the VAE and 2x2 patches need a multiple of {cell}")
     return value
-
-
-def _shift(scheduler: Mapping[str, Any], tokens: int) -> float:
-    """``e^mu``, mu linear in the number of tokens: .5 at 256 and .9 at 8192 of the published scheduler."""
-    if not scheduler["use_dynamic_shifting"]:
-        return float(scheduler["shift"])
-    low, high = scheduler["base_image_seq_len"], scheduler["max_image_seq_len"]
-    share = (tokens - low) / (high - low)
-    return math.exp(scheduler["base_shift"] + share * (scheduler["max_shift"] - scheduler["base_shift"]))
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 def tiny(folder: Path, seed: int = 0) -> None:

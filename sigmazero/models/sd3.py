@@ -8,19 +8,14 @@ part of the condition on purpose and a prompt's row never depends on its neighbo
 
 from __future__ import annotations
 
-import math
-import re
-import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from diffusers import DiffusionPipeline
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import (
@@ -32,7 +27,14 @@ from transformers import (
     T5Tokenizer,
 )
 
-from sigmazero import seeds
+from sigmazero.models.folder import (
+    PipelineFolder,
+    fill,
+    open_pipeline,
+    printable,
+    scheduler_shift,
+    tiny_clip_tokenizer,
+)
 from sigmazero.records import Conditioning
 from sigmazero.schedule import timestep
 
@@ -82,7 +84,7 @@ class SD3Model:
         """
         if self._encoders is None:
             raise RuntimeError("the text encoders are gone since free_encoders(); encode the prompts before it")
-        texts = list(dict.fromkeys(prompts))
+        texts = list(dict.fromkeys(prompts)) or [""]  # of no prompts: no rows of the right shape
         rows = Conditioning.cat([self._encode(text, self._encoders) for text in texts])
         return rows.take([texts.index(prompt) for prompt in prompts])
 
@@ -141,14 +143,8 @@ class SD3Model:
 
         diffusers applies the static shift twice (B07): its own default grid is ``schedule.diffusers_sd3_grid``.
         """
-        config = self._schedule
-        if not config["use_dynamic_shifting"]:
-            return float(config["shift"])
-        few, many = config["base_image_seq_len"], config["max_image_seq_len"]
         _, height, width = self.latent_shape
-        tokens = height * width // self.net.config["patch_size"] ** 2
-        slope = (config["max_shift"] - config["base_shift"]) / (many - few)
-        return math.exp(config["base_shift"] + slope * (tokens - few))
+        return scheduler_shift(self._schedule, height * width // self.net.config["patch_size"] ** 2)
 
 
 def _clip(text: str, tokenizer: Any, encoder: nn.Module, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -182,85 +178,40 @@ def load(
         ValueError: there is no such folder, it is another pipeline's, a part or a weight is missing, or the size is not
             one that VAE and patches can make.
     """
-    named = _parts(path)
-    transformer, vae = (_config(path, part) for part in _NEEDED)
+    pipeline = open_pipeline(path, SD3Model.family, PIPELINE, _PARTS)
+    transformer, vae = (pipeline.config(part, *needed) for part, needed in _NEEDED.items())
     size = _checked_size(transformer, vae, height, width)
-    clip = [_encoder(path, number, CLIPTokenizer, CLIPTextModelWithProjection, dtype) for number in ("", "_2")]
-    t5 = _encoder(path, "_3", T5Tokenizer, T5EncoderModel, dtype) if "text_encoder_3" in named else None
+    clip = [_encoder(pipeline, number, CLIPTokenizer, CLIPTextModelWithProjection, dtype) for number in ("", "_2")]
+    has_t5 = "text_encoder_3" in pipeline.parts
     return SD3Model(
-        _weights(path, "transformer", SD3Transformer2DModel, torch_dtype=dtype),
-        _weights(path, "vae", AutoencoderKL, torch_dtype=torch.float32),
-        _Encoders(clip, t5),
-        _read(path, "scheduler", FlowMatchEulerDiscreteScheduler.from_pretrained).config,
+        pipeline.weights("transformer", SD3Transformer2DModel, torch_dtype=dtype),
+        pipeline.weights("vae", AutoencoderKL, torch_dtype=torch.float32),
+        _Encoders(clip, _encoder(pipeline, "_3", T5Tokenizer, T5EncoderModel, dtype) if has_t5 else None),
+        pipeline.read("scheduler", FlowMatchEulerDiscreteScheduler.from_pretrained).config,
         *size,
     )
 
 
-_PARTS = {"transformer", "vae", "scheduler", "tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"}
+_PARTS = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
 _NEEDED = {
     "transformer": (SD3Transformer2DModel, ("sample_size", "patch_size", "pos_embed_max_size")),
     "vae": (AutoencoderKL, ("block_out_channels", "scaling_factor", "shift_factor")),
 }
-_UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError)
 
 
-def _parts(path: str) -> set[str]:
-    """The parts that a pipeline says it has. Those of a folder are there."""
-    folder = Path(path)
-    if not folder.is_dir() and not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
-        raise ValueError(f"model.path: there is no folder {path}; set a diffusers pipeline folder or a hub id")
-    try:
-        index: Any = DiffusionPipeline.load_config(path, local_files_only=folder.is_dir())
-    except _UNREADABLE as error:
-        raise ValueError(f"model.path: {path} has no readable model_index.json ({_first_line(error)})") from None
-    name = index.get("_class_name") if isinstance(index, dict) else None
-    if name != PIPELINE:
-        raise ValueError(
-            f"model.path: {path} is {name or 'no pipeline'}, and family sd3 reads a {PIPELINE}; set the other family"
-        )
-    named = {part for part, kind in index.items() if isinstance(kind, list) and kind[0] is not None}
-    missing = sorted(_PARTS - named) or [p for p in sorted(named) if folder.is_dir() and not (folder / p).is_dir()]
-    if missing:
-        raise ValueError(f"model.path: {path} lacks {', '.join(missing)}; download the whole pipeline")
-    return named
-
-
-def _read(path: str, part: str, read: Callable[..., Any], **options: Any) -> Any:
-    try:
-        return read(path, subfolder=part, local_files_only=Path(path).is_dir(), **options)
-    except _UNREADABLE as error:
-        raise ValueError(f"model.path: {part} of {path} cannot be read: {_first_line(error)}") from None
-
-
-def _config(path: str, part: str) -> Mapping[str, Any]:
-    kind, needed = _NEEDED[part]
-    config = _read(path, part, kind.load_config)
-    missing = [name for name in needed if config.get(name) is None]
-    if missing:
-        raise ValueError(f"model.path: the config of {part} of {path} does not say {', '.join(missing)}")
-    return config
-
-
-def _encoder(path: str, number: str, tokenizer_kind: Any, kind: Any, dtype: torch.dtype) -> tuple[Any, nn.Module]:
+def _encoder(
+    pipeline: PipelineFolder, number: str, tokenizer_kind: Any, kind: Any, dtype: torch.dtype
+) -> tuple[Any, nn.Module]:
     """A tokenizer and its encoder. Where its files are missing, the library makes a tokenizer that knows nothing."""
-    tokenizer = _read(path, f"tokenizer{number}", tokenizer_kind.from_pretrained)
-    encoder = _weights(path, f"text_encoder{number}", kind, dtype=dtype)
+    tokenizer = pipeline.read(f"tokenizer{number}", tokenizer_kind.from_pretrained)
+    encoder = pipeline.weights(f"text_encoder{number}", kind, dtype=dtype)
     known, wanted = len(tokenizer), encoder.config.vocab_size
     if known < wanted / 2:
         raise ValueError(
-            f"model.path: tokenizer{number} of {path} knows {known} of the {wanted} tokens of its encoder; its files "
-            "are missing, download the whole pipeline"
+            f"model.path: tokenizer{number} of {pipeline.path} knows {known} of the {wanted} tokens of its encoder; "
+            "its files are missing, set the folder of the whole pipeline"
         )
     return tokenizer, encoder.eval().requires_grad_(False)
-
-
-def _weights(path: str, part: str, kind: Any, **options: Any) -> Any:
-    """A module whose every weight came from the files: the libraries start a missing one at random and only warn."""
-    module, found = _read(path, part, kind.from_pretrained, use_safetensors=True, output_loading_info=True, **options)
-    missing = sorted(found["missing_keys"])
-    if missing:
-        raise ValueError(f"model.path: the weights of {part} of {path} lack {', '.join(missing[:4])}")
-    return module
 
 
 def _checked_size(
@@ -282,15 +233,11 @@ def _downscale(vae: Mapping[str, Any]) -> int:
     return 2 ** (len(vae["block_out_channels"]) - 1)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
 def tiny(folder: Path, seed: int = 0) -> None:
     """Writes a random pipeline of the real classes and structure (3.5's, with T5), 64 by 64 pixels, for tests."""
     from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
 
-    clip, clip_2, t5 = _tiny_clip("<|endoftext|>"), _tiny_clip("!"), _tiny_t5()
+    clip, clip_2, t5 = tiny_clip_tokenizer("<|endoftext|>"), tiny_clip_tokenizer("!"), _tiny_t5()
     modules: dict[str, Any] = {
         **_tiny_networks(),
         "text_encoder": CLIPTextModelWithProjection(_tiny_clip_config(len(clip), 8)),
@@ -298,7 +245,7 @@ def tiny(folder: Path, seed: int = 0) -> None:
         "text_encoder_3": T5EncoderModel(_tiny_t5_config(len(t5))),
     }
     for number, module in enumerate(modules.values()):
-        _fill(module, seed, number)
+        fill(module, seed, number)
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     StableDiffusion3Pipeline(
         **modules, tokenizer=clip, tokenizer_2=clip_2, tokenizer_3=t5, scheduler=scheduler
@@ -323,28 +270,6 @@ def _tiny_networks() -> dict[str, nn.Module]:
     }  # fmt: skip
 
 
-_TABLES = ("embedding.weight", "shared.weight", "attention_bias.weight")
-
-
-def _fill(module: nn.Module, seed: int, number: int) -> None:
-    """Weights large enough that every input matters: unit gain, gains about 1, small biases, nothing zero."""
-    with torch.no_grad():
-        for index, (name, value) in enumerate(module.named_parameters()):
-            noise = seeds.normal(seed, "weight_init", [number], value.shape, 0, index)[0]
-            if value.ndim > 1:
-                value.copy_(noise * (1.0 if name.endswith(_TABLES) else value[0].numel() ** -0.5))
-            else:
-                value.copy_(0.2 * noise + (1.0 if name.endswith("weight") else 0.0))
-
-
-def _tiny_clip(padding: str) -> CLIPTokenizer:
-    """Every printable character is a token, with and without the end of a word; the special ones last, as in CLIP."""
-    letters = sorted(set(string.printable) - set(string.whitespace))
-    pieces = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
-    vocabulary = {piece: number for number, piece in enumerate(pieces)}
-    return CLIPTokenizer(vocabulary, [], pad_token=padding, model_max_length=77)
-
-
 def _tiny_clip_config(vocabulary: int, width: int) -> CLIPTextConfig:
     return CLIPTextConfig(
         vocab_size=vocabulary, hidden_size=width, intermediate_size=2 * width, projection_dim=width,
@@ -355,8 +280,7 @@ def _tiny_clip_config(vocabulary: int, width: int) -> CLIPTextConfig:
 
 def _tiny_t5() -> T5Tokenizer:
     """The special tokens of T5, the start of a word, and every printable character."""
-    letters = sorted(set(string.printable) - set(string.whitespace))
-    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((piece, -2.0) for piece in ["▁", *letters])]
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((piece, -2.0) for piece in ["▁", *printable()])]
     return T5Tokenizer(vocab=pieces, extra_ids=0)
 
 

@@ -26,6 +26,9 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
     return config.lr
 
 
+_IDLE = "idle"  # in place of moments: some networks have weights that nothing they return depends on
+
+
 class RoleOptimizer:
     """AdamW of one role, with clipping and the schedule of its config."""
 
@@ -65,11 +68,12 @@ class RoleOptimizer:
         self._adam.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Tensor]:
-        """The moments by ``parameter name/moment``, for a checkpoint."""
+        """The moments by ``parameter name/moment``, for a checkpoint; that there are none, where there never were."""
+        idle = {_IDLE: torch.zeros(0)} if self.steps else {}
         return {
             f"{name}/{key}": value
             for name, p in self.parameters.items()
-            for key, value in self._adam.state.get(p, {}).items()
+            for key, value in (self._adam.state.get(p) or idle).items()
         }
 
     def load(self, state: dict[str, Tensor], steps: int) -> None:
@@ -86,7 +90,7 @@ class RoleOptimizer:
         if set(moments) != wanted:
             raise ValueError(f"optimizer of {self.role}: moments do not match: {sorted(set(moments) ^ wanted)[:4]}")
         for name, parameter in self.parameters.items():
-            if name in moments:
+            if name in moments and _IDLE not in moments[name]:
                 self._adam.state[parameter] = {k: v.clone() for k, v in moments[name].items()}
         self.steps = steps
 

@@ -403,6 +403,13 @@ class FamilyChecklist:
         again = self.velocity(model, model.encode([first, second, first]))
         assert torch.equal(again, whole)
 
+    def test_no_prompts_are_no_rows(self, model: Any) -> None:
+        some, none = model.encode([self.prompts[0]]), model.encode([])
+        assert len(none) == 0
+        assert {n: (f.dtype, f.ndim) for n, f in none.fields.items()} == {
+            n: (f.dtype, f.ndim) for n, f in some.fields.items()
+        }
+
     def test_without_encoders_encode_says_so(self, folder: Path) -> None:
         model = self.load(folder)
         condition = model.encode([self.prompts[0]])

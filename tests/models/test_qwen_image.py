@@ -20,10 +20,6 @@ from tests.models.checklist import FamilyChecklist
 
 class TestQwenImage(FamilyChecklist):
     module = qwen_image
-    idle_adapters = (
-        "transformer_blocks.1.attn.add_q_proj",
-        "transformer_blocks.1.attn.to_add_out",
-    )  # text's last output
 
     def sample(self, pipeline: Any, prompts: list[str], start: Tensor, num_steps: int, guidance: float) -> Tensor:
         negative = [""] * len(prompts) if guidance > 1 else None

@@ -1,0 +1,115 @@
+"""Every recipe of a real family does what its header says, with the exact command on its line ``# dry run:``.
+
+On tiny random pipelines: that it runs, not that it learns.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sigmazero import cli
+from sigmazero.config import RunConfig, load_recipe
+from sigmazero.launch import judge, local
+from sigmazero.launch.tiny import write_tiny
+from sigmazero.schedule import sigma_grid
+from sigmazero.training import checkpoint
+
+ROOT = Path(__file__).parents[1]
+RECIPES = sorted(p for p in (ROOT / "recipes").glob("*.yaml") if p.name.startswith(("sd35_", "flux2_", "qwen_")))
+RECIPE = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+
+
+def commands(recipe: Path, kind: str) -> list[list[str]]:
+    """The commands of a header's lines ``# KIND: sigmazero ...``, as a shell would split them."""
+    return [shlex.split(line) for line in re.findall(rf"^# {kind}: sigmazero (.*)$", recipe.read_text(), re.MULTILINE)]
+
+
+@pytest.fixture(scope="session")
+def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Tiny pipelines by family."""
+    folder = tmp_path_factory.mktemp("tiny")
+    for family in ("sd3", "flux2", "qwen_image"):
+        write_tiny(family, folder / family)
+    return {path.name: path for path in folder.iterdir()}
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread, the repository as the working folder, and no page: it takes longer than the run."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(local, "use_threads", lambda threads: None)
+    for module in (local, judge):
+        monkeypatch.setattr(module, "write_report", lambda folder: folder)
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["sigmazero", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert not stopped.value.code
+
+
+def test_there_are_six() -> None:
+    assert len(RECIPES) == 6
+
+
+@RECIPE
+def test_the_dry_run_runs_as_it_stands(
+    recipe: Path, pipelines: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (dry,) = commands(recipe, "dry run")
+    pipeline = pipelines[load_recipe(recipe).model.family]
+    call(monkeypatch, *(word.replace("TINY", str(pipeline)) for word in dry), f"output={tmp_path / 'run'}")
+    found, _ = checkpoint.load_newest(tmp_path / "run" / "checkpoints")
+    assert found is not None
+    assert found.numbers["counters"]["cycle"] == 2
+    assert found.numbers["counters"]["skipped"] == {}
+    assert {value.dtype for value in found.tensors.values()} == {torch.float32}  # over a base in bfloat16
+    arms: dict[str, Any] = json.loads((tmp_path / "run" / "scores.json").read_text())["arms"]
+    rewards = load_recipe(recipe).rewards
+    assert all(f"reward/{name}" in metrics for metrics in arms.values() for name in rewards)
+    assert len(arms) >= 3
+
+
+@RECIPE
+def test_the_header_says_what_a_user_must_know(recipe: Path) -> None:
+    header = "".join(line for line in recipe.read_text().splitlines(keepends=True) if line.startswith("#"))
+    assert "not run on real weights" in header
+    assert "# hardware: meant for one GPU" in header
+    for command, *arguments in (*commands(recipe, "run"), *commands(recipe, "dry run")):
+        assert (command, arguments[0]) == ("train", f"recipes/{recipe.name}")
+        assert arguments[1].startswith("model.path=")
+        assert isinstance(load_recipe(recipe, arguments[1:]), RunConfig)
+    config = load_recipe(recipe)
+    assert (config.model.dtype, config.roles.storage) == ("bfloat16", "lora")
+    assert (ROOT / config.data.prompts).is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("sd35_dmd2_lora", [1, 0.9, 0.75, 0.5, 0]),
+        ("qwen_image_dmd2_lora", [1, 0.9, 0.75, 0.5, 0]),
+        ("flux2_klein_dmd2_lora", [1, 0.9581, 0.8840, 0.7175, 0]),
+    ],
+)
+def test_b42_students_have_the_grid_that_the_recipe_names(name: str, expected: list[float]) -> None:
+    algorithm: Any = load_recipe(ROOT / "recipes" / f"{name}.yaml").algorithm
+    grid = sigma_grid(algorithm.num_steps, algorithm.shift)
+    torch.testing.assert_close(grid, torch.tensor(expected, dtype=torch.float32), rtol=0, atol=5e-5)
+
+
+def test_prompts_for_ocr_are_those_with_a_text() -> None:
+    """Thirty plain ones are the default; ten of them ask for a text."""
+    every, text = ((ROOT / "recipes" / name).read_text().splitlines() for name in ("prompts.txt", "prompts_text.txt"))
+    assert len(set(every)) == len(every) == 30
+    assert text == [line for line in every if re.search('"[^"]+"', line)]
+    assert len(text) == 10
