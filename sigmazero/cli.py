@@ -67,8 +67,10 @@ def probe(
 
     gaps = launch.probe(config)
     print(launch.as_json(gaps) if json else launch.table(gaps))
-    worst = max(gap.log_prob_max or 0.0 for gap in gaps), max(gap.velocity_max for gap in gaps)
-    print(f"finished: greatest gap in log-prob {worst[0]:.3g}, in velocity {worst[1]:.3g}", file=sys.stderr)
+    scored = [gap.log_prob_max for gap in gaps if gap.log_prob_max is not None]
+    log_prob = f"{max(scored):.3g}" if scored else "none scored"
+    velocity = max(gap.velocity_max for gap in gaps)
+    print(f"finished: greatest gap in log-prob: {log_prob}, in velocity: {velocity:.3g}", file=sys.stderr)
 
 
 @app.command()

@@ -62,6 +62,7 @@ class DataConfig(_Settings):
     """``prompts``: ``glyphs`` (endless captions of the train split) or a .txt, .jsonl, .csv or .parquet file."""
 
     prompts: str = "glyphs"
+    pictures: str | None = None  # a folder of captioned pictures, for flow_matching of any family but glyph
     batch_size: int = Field(default=32, ge=1, le=65536)  # samples a cycle
     height: int | None = Field(default=None, ge=16, le=8192)  # of pictures, in pixels; null: the model's default
     width: int | None = Field(default=None, ge=16, le=8192)
@@ -85,6 +86,12 @@ class _Reward(_Settings):
     batch_size: int = Field(default=32, ge=1, le=65536)  # pictures a call
     time_limit: float = Field(default=60.0, gt=0, le=86_400)  # seconds a call
     workers: int = Field(default=1, ge=1, le=64)  # calls at once
+
+    @model_validator(mode="after")
+    def _acts(self) -> _Reward:
+        if self.normalize != "none" and not self.optimised:
+            raise ValueError("normalize does nothing with weight 0, which only watches; leave it out")
+        return self
 
     @property
     def optimised(self) -> bool:
@@ -136,6 +143,15 @@ class RemoteRewardConfig(_Reward):
     time_limit: float = Field(default=120.0, gt=0, le=86_400)  # seconds a call, with all its tries and waits
     retries: int = Field(default=3, ge=0, le=100)
     try_limit: float = Field(default=15.0, gt=0, le=86_400)  # seconds a try
+
+    @model_validator(mode="after")
+    def _tries(self) -> RemoteRewardConfig:
+        if self.try_limit > self.time_limit:
+            raise ValueError(
+                f"try_limit is {self.try_limit}, more than time_limit, {self.time_limit}, which ends the call"
+            )
+        return self
+
     token_variable: str = ""
 
 
@@ -439,6 +455,7 @@ class RunConfig(_Settings):
     def _consistent(self) -> RunConfig:
         if not self.output.strip() and "output" in self.model_fields_set:
             raise ValueError(f"output is {self.output!r}; name a folder")
+        self._check_pictures()
         self._check_family()
         if self.model.path != "random" and (self.model.width or self.model.num_layers):
             raise ValueError(
@@ -448,7 +465,8 @@ class RunConfig(_Settings):
         if isinstance(self.algorithm, FlowMatchingConfig):
             if self.data.prompts != "glyphs":
                 raise ValueError(
-                    f"data.prompts is {self.data.prompts!r}, but flow_matching learns from captioned pictures"
+                    f"data.prompts is {self.data.prompts!r}, but flow_matching learns from captioned pictures; leave "
+                    "it out"
                 )
             if self.evaluate.shift is not None:
                 raise ValueError("evaluate.shift is of dmd2's student; for flow_matching set algorithm.shift")
@@ -479,8 +497,22 @@ class RunConfig(_Settings):
             raise ValueError(
                 f"model.path is {self.model.path!r}, which the family {family!r} does not have; give a diffusers folder"
             )
-        if not glyph and self.data.prompts == "glyphs":
+        if not glyph and self.data.pictures is None and self.data.prompts == "glyphs":
             raise ValueError(f"data.prompts is 'glyphs', captions of the family glyph; for {family} name a prompt file")
+
+    def _check_pictures(self) -> None:
+        """A folder of pictures is given where one is learnt from; those of glyph are drawn."""
+        family, name, pictures = self.model.family, self.algorithm.name, self.data.pictures
+        needed = name == "flow_matching" and family != "glyph"
+        if needed and pictures is None:
+            raise ValueError(
+                f"data.pictures is missing: {name} of {family} learns from captioned pictures; name their folder"
+            )
+        if not needed and pictures is not None:
+            raise ValueError(
+                f"data.pictures does nothing with {name} of {family}; only flow_matching of another family than glyph "
+                "learns from a folder of pictures: leave it out"
+            )
 
     def _named_plugins(self) -> set[str]:
         """Settings that may name a function of the user."""
@@ -646,6 +678,8 @@ def _explain(error: Any, values: Mapping[str, Any]) -> str:
         del at[1]  # the name of the union's member
     if at[:1] == ["rewards"] and len(at) > 2 and at[2] in _REWARDS:
         del at[2]
+    if at[-1:] in (["float"], ["dict[str,float]"]):
+        del at[-1]  # of a weight, which may be either
     key = ".".join(at)
     kind, given = error["type"], error.get("input")
     if kind == "extra_forbidden":

@@ -2,7 +2,7 @@
 
 A prompt file is read by its suffix: ``.jsonl`` (an object a line), ``.csv`` (a header row) and ``.parquet`` know the
 keys ``prompt``, ``id``, ``weight`` and ``metadata``, and put all others into the metadata; any other file is plain
-text, one prompt a line.
+text, one prompt a line. A folder of pictures has its captions in ``captions.jsonl`` or in a text beside each picture.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import csv
 import hashlib
 import io
 import json
+import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from sigmazero import glyphs, seeds
@@ -36,6 +38,29 @@ class PromptStream(Protocol):
     """Endless prompts: a pure function of the sample index."""
 
     def prompts(self, samples: Sequence[int]) -> list[Prompt]: ...
+
+
+class PictureStream(Protocol):
+    """Endless captioned pictures: a pure function of the sample index."""
+
+    def pictures(self, samples: Sequence[int]) -> tuple[Tensor, list[Prompt]]:
+        """Pictures fp32 ``[b, 3, H, W]`` in [0, 1], and their captions."""
+        ...
+
+
+class _Passes:
+    """Rows of a list, one a sample: every pass shows each once, in an order of its own."""
+
+    def __init__(self, length: int, seed: int) -> None:
+        self._length, self._seed = length, seed
+        self._order: tuple[int, list[int]] = (-1, [])  # the pass that was last asked for, only to be faster
+
+    def row(self, sample: int) -> int:
+        epoch, position = divmod(sample, self._length)
+        if self._order[0] != epoch:
+            order = seeds.generator(self._seed, "data_order", epoch).permutation(self._length)
+            self._order = (epoch, order.tolist())
+        return self._order[1][position]
 
 
 def glyph_prompt(index: int, caption: glyphs.Caption) -> Prompt:
@@ -88,8 +113,7 @@ class PromptFile:
         content = [[line.prompt.id, line.prompt.text, line.weight, line.prompt.metadata] for line in self._lines]
         self.fingerprint = hashlib.sha256(_canonical(content).encode()).hexdigest()[:16]
         self._cumulative = _cumulative([line.weight for line in self._lines])
-        self._seed = seed
-        self._order: tuple[int, list[int]] = (-1, [])
+        self._seed, self._passes = seed, _Passes(len(self._lines), seed)
 
     def prompts(self, samples: Sequence[int]) -> list[Prompt]:
         drawn = [self._lines[index].prompt for index in self._indices(samples)]
@@ -102,17 +126,10 @@ class PromptFile:
 
     def _indices(self, samples: Sequence[int]) -> list[int]:
         if self._cumulative is None:
-            return [self._in_pass(s) for s in samples]
+            return [self._passes.row(s) for s in samples]
         # Step 0 of this stream is the order of a pass.
         draws = seeds.uniform(self._seed, "data_order", samples, steps=1).numpy()
         return np.searchsorted(self._cumulative, draws * self._cumulative[-1], side="right").tolist()
-
-    def _in_pass(self, sample: int) -> int:
-        epoch, position = divmod(sample, len(self._lines))
-        if self._order[0] != epoch:
-            order = seeds.generator(self._seed, "data_order", epoch).permutation(len(self._lines))
-            self._order = (epoch, order.tolist())
-        return self._order[1][position]
 
     def check(self, check_prompt: Callable[[Prompt], None]) -> None:
         """Shows every distinct prompt once, so that one that cannot be used is found before training.
@@ -129,12 +146,62 @@ class PromptFile:
                     check_prompt(prompt)
 
 
-def open_prompts(config: DataConfig, seed: int) -> PromptStream:
-    """The prompt stream of a recipe.
+class PictureFolder:
+    """Pictures (.png, .jpg, .jpeg, .webp) anywhere in a folder, with captions; fewer than a batch are repeated.
+
+    ``captions.jsonl`` in the folder has a line ``{"file": "a.png", "prompt": "..."}`` a caption; a picture may have
+    several. Where there is no such file, the caption of ``a.png`` is the text in ``a.txt`` beside it. Every pass shows
+    each caption with its picture once, in an order of its own. Each picture is read once at the start.
 
     Raises:
-        ValueError: as ``PromptFile``.
+        ValueError: there is no such folder or no picture in it, a picture cannot be read or has no caption, a caption
+            is wrong or of no picture, or a file is a link out of the folder; the message names the file and the line.
     """
+
+    def __init__(self, path: str | Path, seed: int) -> None:
+        root = Path(path)
+        if not root.is_dir():
+            raise ValueError(f"data.pictures: there is no folder {path}; give one of pictures with captions")
+        self._items = _captioned(root)
+        digests = {item.file: _digest(root / item.file) for item in self._items}
+        content = [[item.file, item.prompt.text, digests[item.file]] for item in self._items]
+        # File names need not be UTF-8.
+        self.fingerprint = hashlib.sha256(_canonical(content).encode(errors="surrogateescape")).hexdigest()[:16]
+        self._root, self._passes = root, _Passes(len(self._items), seed)
+        self._size: tuple[int, int] | None = None
+
+    def fit(self, height: int, width: int) -> None:
+        """Sets the size of ``pictures``, which only the model knows: it is loaded after the folder was checked."""
+        self._size = (height, width)
+
+    def prompts(self, samples: Sequence[int]) -> list[Prompt]:
+        return [self._items[self._passes.row(s)].prompt for s in samples]
+
+    def pictures(self, samples: Sequence[int]) -> tuple[Tensor, list[Prompt]]:
+        """Pictures fp32 ``[b, 3, H, W]`` in [0, 1] of the size of ``fit``, and their captions.
+
+        Each is resized (Lanczos) so that it just covers that size, and the middle of it is kept.
+
+        Raises:
+            ValueError: a picture cannot be read any more.
+        """
+        assert self._size is not None, "fit() was not called"
+        items = [self._items[self._passes.row(s)] for s in samples]
+        return torch.stack([_fitted(self._root / item.file, *self._size) for item in items]), self.prompts(samples)
+
+    def all(self) -> list[Prompt]:
+        """Every caption, in the order of ``captions.jsonl`` or of the pictures' names."""
+        return [item.prompt for item in self._items]
+
+
+def open_prompts(config: DataConfig, seed: int) -> PromptStream:
+    """The prompt stream of a recipe; where it names a folder of pictures, their captions.
+
+    Raises:
+        ValueError: as ``PromptFile`` and ``PictureFolder``.
+    """
+    if config.pictures is not None:
+        return PictureFolder(config.pictures, seed)
     return GlyphCaptions("train", seed) if config.prompts == "glyphs" else PromptFile(config.prompts, seed)
 
 
@@ -150,12 +217,12 @@ _Records = Iterator[tuple[str, dict[str, Any]]]  # places, and values by key
 
 
 @contextlib.contextmanager
-def _at(path: Path, place: str) -> Generator[None]:
+def _at(path: Path, place: str, setting: str = "data.prompts") -> Generator[None]:
     """Puts the file and the line before the message of what goes wrong inside."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"data.prompts: {path}, {place}: {error}") from None
+        raise ValueError(f"{setting}: {path}, {place}: {error}") from None
 
 
 def _read(path: Path) -> list[_Line]:
@@ -227,14 +294,14 @@ def _cumulative(weights: list[float]) -> np.ndarray | None:
     return np.cumsum(np.array(weights) / max(weights))  # scaled, so that no sum overflows
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, setting: str = "data.prompts") -> str:
     """The text of a file, its line ends untouched, without a byte-order mark."""
     try:
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         number = len((error.object[: error.start] + b"x").splitlines())
         raise ValueError(
-            f"data.prompts: {path}, line {number}: this is not UTF-8 text ({error.reason}); save the file as UTF-8"
+            f"{setting}: {path}, line {number}: this is not UTF-8 text ({error.reason}); save the file as UTF-8"
         ) from None
 
 
@@ -242,7 +309,7 @@ def _json(name: str, text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{name} is not JSON: {error.msg} at column {error.colno}") from None
+        raise ValueError(f"{name} is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -260,12 +327,12 @@ def _read_text(path: Path) -> _Records:
             yield f"line {number}", {"prompt": line}
 
 
-def _read_jsonl(path: Path) -> _Records:
+def _read_jsonl(path: Path, setting: str = "data.prompts") -> _Records:
     # Not splitlines: JSON strings may hold U+2028 and other separators as they are.
-    for number, line in enumerate(io.StringIO(_text(path), newline=None), 1):
+    for number, line in enumerate(io.StringIO(_text(path, setting), newline=None), 1):
         if not line.strip():
             continue
-        with _at(path, f"line {number}"):
+        with _at(path, f"line {number}", setting):
             record = _json("the line", line)
             if not isinstance(record, dict):
                 raise ValueError(f'{_short(record)} is no JSON object; write {{"prompt": "..."}}')
@@ -372,3 +439,92 @@ _READERS: dict[str, Callable[[Path], _Records]] = {
     ".csv": _read_csv,
     ".parquet": _read_parquet,
 }
+
+
+class _Captioned(NamedTuple):
+    """A caption of a picture. ``_Captioned("cats/a.png", Prompt(0, "a red cat"))``."""
+
+    file: str  # its path in the folder, with slashes
+    prompt: Prompt
+
+
+_PICTURES = "data.pictures"
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+
+
+def _captioned(root: Path) -> list[_Captioned]:
+    """Every caption of a folder, each of a picture that is there; no picture is without one."""
+    files = sorted(p for p in root.rglob("*") if p.suffix.lower() in _SUFFIXES and not p.is_dir())
+    if not files:
+        raise ValueError(f"{_PICTURES}: {root} holds no picture; it takes {', '.join(_SUFFIXES)}")
+    for path in files:
+        _check_inside(root, path)
+    listing = root / "captions.jsonl"
+    if not listing.is_file():
+        return [_captioned_beside(root, path, index) for index, path in enumerate(files)]
+    _check_inside(root, listing)
+    names = [path.relative_to(root).as_posix() for path in files]
+    found = _listed(listing, frozenset(names))
+    bare = sorted(set(names) - {item.file for item in found})
+    if bare:
+        raise ValueError(f"{_PICTURES}: {root / bare[0]} has no caption; give it a line in {listing}")
+    return found
+
+
+def _check_inside(root: Path, path: Path) -> None:
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
+        raise ValueError(f"{_PICTURES}: {path} is a link to a file outside of {root}; put the file itself there")
+
+
+def _captioned_beside(root: Path, path: Path, index: int) -> _Captioned:
+    text = path.with_suffix(".txt")
+    if not text.is_file():
+        raise ValueError(f"{_PICTURES}: {path} has no caption; write one into {text}, or all into captions.jsonl")
+    _check_inside(root, text)
+    with _at(text, "line 1", _PICTURES):
+        line = _line("line 1", {"prompt": _text(text, _PICTURES)}, index)
+    return _Captioned(path.relative_to(root).as_posix(), line.prompt)
+
+
+def _listed(listing: Path, names: Collection[str]) -> list[_Captioned]:
+    """The lines of ``captions.jsonl``. A file is only compared with ``names``: no path of a line is ever opened."""
+    found: list[_Captioned] = []
+    for place, record in _read_jsonl(listing, _PICTURES):
+        with _at(listing, place, _PICTURES):
+            others = sorted(record.keys() - {"file", "prompt"})
+            if others:
+                raise ValueError(f"the key {others[0]!r} would do nothing; a line has 'file' and 'prompt'")
+            given = record.get("file")
+            name = PurePosixPath(given).as_posix() if isinstance(given, str) else ""
+            if name not in names:
+                raise ValueError(f"file is {_short(given)}, which is no picture in the folder; give its path in there")
+            found.append(_Captioned(name, _line(place, {"prompt": record.get("prompt")}, len(found)).prompt))
+    return found
+
+
+def _digest(path: Path) -> str:
+    """Hash of a picture's file. It is decoded too, so that a broken one is found before training."""
+    _opened(path)
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _opened(path: Path) -> Image.Image:
+    """A picture in RGB: turned as its EXIF tag says, on white where it is transparent, the first of moving ones."""
+    try:
+        with Image.open(path, formats=("PNG", "JPEG", "WEBP")) as image:
+            upright = ImageOps.exif_transpose(image)
+        if upright.mode.startswith(("I", "F")):  # Pillow would make all but the darkest of it white
+            raise ValueError("it is grey with more than 8 bits; save it with 8")
+        if upright.has_transparency_data:
+            layer = upright.convert("RGBA")
+            upright = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
+        return upright.convert("RGB")
+    except Exception as error:  # what decoders raise of broken bytes is not a closed list
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{_PICTURES}: {path} cannot be read as a picture: {reason}") from None
+
+
+def _fitted(path: Path, height: int, width: int) -> Tensor:
+    """fp32 ``[3, height, width]`` in [0, 1]."""
+    fitted = ImageOps.fit(_opened(path), (width, height), Image.Resampling.LANCZOS)
+    return torch.from_numpy(np.array(fitted)).permute(2, 0, 1).float() / 255

@@ -235,7 +235,9 @@ def _dead(run: _Run) -> Iterator[Finding]:
         return
     (first, last), refills = _ends(dead), run.rollout.get("max_refills", 0)
     said = f"{percent(first)} of groups taught nothing at the start, {percent(last)} at the end"
-    if len(spread):
+    if len(dead) < FEW:
+        said = f"{percent(float(dead.mean()))} of groups taught nothing; {_TOO_FEW}"
+    elif len(spread):
         said += "; spread inside groups {} → {}".format(*map(number, _ends(spread)))
     if len(dead) >= FEW and dead.mean() > DEAD_THROUGHOUT:
         todo = " The reward does not tell samples of one prompt apart: choose a finer one, a larger rollout.group_size "
@@ -257,7 +259,7 @@ def _failed(run: _Run) -> Iterator[Finding]:
     drawn = size + (float(refilled.mean()) * run.rollout.get("group_size", 1) if len(refilled) else 0)
     share = float(failed.mean()) / drawn
     if share == 0:
-        yield Finding("ok", "Failed scores", "Every sample got a score.")
+        yield _other_failures(run)
         return
     said = f"{number(float(failed.mean()))} of {count(round(drawn), 'sample')} a cycle had no score ({percent(share)})"
     limit = run.rollout.get("max_failed", 0.2)
@@ -266,6 +268,18 @@ def _failed(run: _Run) -> Iterator[Finding]:
     )
     todo = "the scorer says, and raise its time_limit or workers where it is slow."
     yield Finding("bad" if share > FAILED else "look", "Failed scores", text + todo)
+
+
+def _other_failures(run: _Run) -> Finding:
+    """Rewards of which some samples have no value though all have a total: watched ones, and those of evaluation."""
+    lost = sorted(name.removeprefix("reward_failed/") for name in run.curves if name.startswith("reward_failed/"))
+    final = run.scored.get("final") or {}
+    scored = {key.removeprefix("reward/").partition("/")[0] for key in final}
+    lost += [f"{name} (in evaluation)" for name in run.config.get("rewards") or {} if final and name not in scored]
+    if not lost:
+        return Finding("ok", "Failed scores", "Every sample got a score.")
+    todo = "nothing here says how they did. See what the scorer says."
+    return Finding("bad", "Failed scores", f"Some samples have no score of {', '.join(lost)}: {todo}")
 
 
 def _empty(run: _Run) -> Iterator[Finding]:
@@ -312,6 +326,8 @@ def _gradient(run: _Run) -> Iterator[Finding]:
         return
     first, last = _ends(norms, np.median)
     said = f"{number(first)} at the start, {number(last)} at the end (medians, before clipping)"
+    if len(norms) < FEW:
+        said = f"{number(float(np.median(norms)))} (median, before clipping); {_TOO_FEW}"
     growth = last / first if len(norms) >= FEW and first > 0 else 1.0
     todo = "lower optimizers.policy.lr, or raise its warmup_steps."
     if growth > EXPLODED:
@@ -396,6 +412,8 @@ def _kl(run: _Run) -> Iterator[Finding]:
         return
     (cycle, last), weight = nats[-1], run.algorithm.get("kl_weight", 0)
     said = f"{number(last)} nats a transition around cycle {cycle:,}"
+    if last == 0 and len(nats) == 1:
+        said += ", measured once, before the policy moved: set algorithm.kl_every lower to see more"
     if last == 0 and len(nats) > 1:
         yield Finding("look", _KL, f"{said}: the policy has not moved; see the learning rate and dead groups.")
         return
@@ -408,6 +426,7 @@ def _kl(run: _Run) -> Iterator[Finding]:
 
 
 _KL = "KL to the start"
+_TOO_FEW = "too few logged rows for a trend"
 
 
 # Of single algorithms

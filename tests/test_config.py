@@ -328,3 +328,40 @@ def test_b15_flow_matching_refuses_prompts_and_a_shift_that_it_would_not_use(pat
     text = "algorithm: {name: flow_matching}\noptimizers: {student: {lr: 0.1}}\n"
     assert "flow_matching learns from captioned pictures" in refusal(path, text, "data.prompts=mine.txt")
     assert "set algorithm.shift" in refusal(path, text, "evaluate.shift=2.0")
+
+
+REWARDED = {"algorithm": {"name": "flow_grpo"}, "optimizers": {"policy": {}}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"rewards": {}}, "rewards: flow_grpo needs at least one reward with a weight that is not 0"),
+        ({"rewards": {"ocr": {"kind": "ocr", "weight": 0.0}}}, "rewards: flow_grpo needs at least one reward"),
+        ({"rewards": {"ocr": {"kind": "ocrr"}}}, "rewards.ocr.kind is 'ocrr'; known are aesthetic, clip, colour"),
+        ({"rewards": {"ocr": {"kind": "ocr", "wieght": 1.0}}}, "did you mean 'rewards.ocr.weight'?"),
+        ({"rewards": {"ocr": {"kind": "ocr", "weight": "abc"}}}, "rewards.ocr.weight is 'abc'"),
+        ({"rewards": {"a b": {"kind": "ocr"}}}, "rewards.a b: a reward's name is letters, digits and underscores"),
+        ({"rewards": {"failed": {"kind": "ocr"}}}, "not 'failed'"),
+        (
+            {"rewards": {"ocr": {"kind": "ocr"}, "c": {"kind": "colour", "weight": 0.0, "normalize": "batch"}}},
+            "normalize does nothing with weight 0",
+        ),
+        (
+            {"rewards": {"r": {"kind": "remote", "url": "http://x", "time_limit": 5.0, "try_limit": 50.0}}},
+            "try_limit is 50.0, more than time_limit, 5.0",
+        ),
+        ({"data": {"batch_size": 30}}, "data.batch_size is 30 and rollout.group_size 8"),
+        ({"rollout": {"group_size": 1}}, "a group of one has no advantage"),
+        ({"rollout": {"replay": "x", "max_refills": 1}}, "rollout.max_refills does nothing with rollout.replay"),
+        ({"rollout": {"replay": "x", "dump_every": 1}}, "rollout.dump_every does nothing with rollout.replay"),
+        ({"algorithm": {"name": "flow_grpo", "updates": 99}}, "algorithm.updates is 99, and a rollout has 32 rows"),
+        ({"algorithm": {"name": "dpo", "updates": 5}}, "algorithm.updates is 5, and a rollout has 4 rows for dpo"),
+        ({"algorithm": {"name": "flow_grpo", "kl_form": "flow_grpo"}}, "does nothing with kl_weight 0.0"),
+        ({"algorithm": {"name": "dmd2"}, "optimizers": {"student": {}, "fake_score": {}}}, "rewards is set, but dmd2"),
+    ],
+)
+def test_b15_rewards_and_rollouts_that_cannot_be_are_refused(changes: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        parse({"rewards": {"ocr": {"kind": "ocr"}}, **REWARDED, **changes})
+    assert complaint in str(caught.value)

@@ -425,3 +425,24 @@ def test_sentences_end_and_hold_no_nan() -> None:
     found = findings(rows(clip_fraction=math.nan), described(), odd)
     assert all(f.sentence.endswith(".") for f in found)
     assert not any(re.search(r"\bnan\b", f.sentence) for f in found if f.name != "Non-finite values")
+
+
+def test_a_watched_reward_that_fails_is_bad_though_every_sample_has_a_total() -> None:
+    """In the rollout, or in the evaluation alone, where its score is missing."""
+    log = rows()
+    log[3]["reward_failed/colour"] = 2.0
+    found = finding("Failed scores", log, described(), scores())
+    assert found.state == "bad"
+    assert "no score of colour:" in found.sentence
+    without = scores()
+    del without["arms"]["final"]["reward/colour"]
+    found = finding("Failed scores", rows(), described(), without)
+    assert found.state == "bad"
+    assert "no score of colour (in evaluation):" in found.sentence
+
+
+def test_short_runs_state_no_trend() -> None:
+    log = rows()[:3]
+    assert "too few logged rows for a trend" in finding("Dead groups", log).sentence
+    assert "too few logged rows for a trend" in finding("Gradient norm", log).sentence
+    assert "→" not in finding("Dead groups", log).sentence

@@ -63,6 +63,8 @@ def group_advantages(
     groups = torch.tensor([t.request.group for t in trajectories])
     for group, count in zip(*groups.unique(return_counts=True), strict=True):
         if count != group_size:
-            raise ValueError(f"group {int(group)} came back with {int(count)} samples of {group_size}")
+            raise ValueError(
+                f"group {int(group)} has {int(count)} samples, and rollout.group_size is {group_size}; groups are whole"
+            )
     advantage, weight = advantages(rewards, groups, config.std, config.clamp)
     return advantage, weight if bool(advantage.any()) else torch.zeros_like(weight)

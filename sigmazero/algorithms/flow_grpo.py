@@ -201,7 +201,22 @@ class FlowGRPO:
             own = getattr(self.config, name)
             other = next((getattr(t.request, name) for t in trajectories if getattr(t.request, name) != own), None)
             if other is not None:
-                raise ValueError(f"the rollout was made with {name} {other!r}, and algorithm.{name} is {own!r}")
+                raise ValueError(
+                    f"the rollout was made with {name} {other!r}, and algorithm.{name} is {own!r}; set it to {other!r} "
+                    "or make another rollout"
+                )
+        grid = sigma_grid(self.config.num_steps, self.config.shift)
+        for t in trajectories:
+            if not torch.equal(t.request.sigmas, grid):
+                raise ValueError(
+                    f"the rollout was made on the sigmas {[round(s, 4) for s in t.request.sigmas.tolist()]}; set "
+                    "algorithm.num_steps and algorithm.shift to those, or make another rollout"
+                )
+            if t.version == -1 and t.request.plan.sde != self.plan(t.request.sample).sde:
+                raise ValueError(
+                    f"the rollout was made with the stochastic steps {t.request.plan.sde} (sample {t.request.sample}), "
+                    "and algorithm.steps gives others; set it to what it was, or make another rollout"
+                )
 
     def _moments(self, roles: Roles, role: str, batch: Batch) -> tuple[Tensor, Tensor]:
         c = self.config

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from sigmazero.algorithms import ALGORITHMS
 from sigmazero.algorithms.base import Algorithm
 from sigmazero.config import LoraConfig, RunConfig
-from sigmazero.data import GlyphCaptions, PromptFile, PromptStream, open_prompts
+from sigmazero.data import GlyphCaptions, PictureFolder, PromptFile, PromptStream, open_prompts
 from sigmazero.engines.local import LocalEngine
 from sigmazero.evaluate import scores_table
 from sigmazero.launch.judge import Judge
@@ -50,8 +51,8 @@ class Built:
 
     @property
     def evaluation_prompts(self) -> list[Prompt]:
-        """The prompts of the run's file, first of all; none for endless captions, which have a test split."""
-        return self.prompts.all() if isinstance(self.prompts, PromptFile) else []
+        """The prompts of the run's file or pictures; none for endless captions, which have a test split."""
+        return self.prompts.all() if isinstance(self.prompts, (PromptFile, PictureFolder)) else []
 
     def __enter__(self) -> Built:
         return self
@@ -94,13 +95,13 @@ def load_rewards(config: RunConfig) -> Scorer | None:
         try:
             rewards[name] = importlib.import_module(REWARDS[settings.kind]).build(settings, config.plugins)
         except ValueError as error:
-            raise ValueError(f"rewards.{name}: {error}") from None
+            raise ValueError(f"rewards.{name}: {str(error).removeprefix('rewards: ')}") from None
     return Scorer(rewards, config.rewards) if rewards else None
 
 
 def _encode(model: KnownPrompts, prompts: PromptStream) -> None:
-    """Encodes a whole prompt file, and frees the encoders."""
-    assert isinstance(prompts, PromptFile)
+    """Encodes a whole prompt file or every caption of a folder, and frees the encoders."""
+    assert isinstance(prompts, (PromptFile, PictureFolder))
     texts = [prompt.text for prompt in prompts.all()]
     with CycleProgress("encoding prompts", 0, len({"", *texts})) as progress:
         model.prepare(texts, progress.update)
@@ -143,15 +144,25 @@ def build(config: RunConfig) -> Built:
         activation_checkpointing=config.model.activation_checkpointing,
     )  # fmt: skip
     engine = LocalEngine(roles, max_batch=config.training.rollout_rows, device=device)
-    pictures = GlyphCaptions("train", config.seed)
+    pictures = _fit(prompts, model) if isinstance(prompts, PictureFolder) else GlyphCaptions("train", config.seed)
     collector = Collector(config, algorithm, model, engine, prompts, scorer)
+    collector.check_replay()
     trainer = Trainer(config, algorithm, roles, engine, collector, pictures, device)
     inputs = {"model.path": roles.base_fingerprint}
     if isinstance(prompts, PromptFile):
         inputs["data.prompts"] = prompts.fingerprint
+    if isinstance(prompts, PictureFolder):
+        inputs["data.pictures"] = prompts.fingerprint
     if config.rollout is not None and config.rollout.replay:
         inputs["rollout.replay"] = dump.fingerprint(dump.find(config.rollout.replay))
     return Built(config, algorithm, roles, engine, prompts, scorer, trainer, inputs)
+
+
+def _fit(pictures: PictureFolder, model: FlowModel) -> PictureFolder:
+    """Pictures of the model's size, which is data.height by data.width or its own default."""
+    about = model.metadata()
+    pictures.fit(int(about["height"]), int(about["width"]))
+    return pictures
 
 
 def _device(name: str) -> torch.device:
@@ -166,7 +177,7 @@ def train(config: RunConfig) -> Path:
     Raises:
         ValueError: the settings or the folder do not allow it; the message says what to set.
     """
-    with RunFolder(config.output) as folder, build(config) as built:
+    with _folder_for(config) as folder, build(config) as built:
         folder.open(config, built.inputs)
         restore_newest(built, folder)
         judge = Judge(
@@ -188,6 +199,14 @@ def train(config: RunConfig) -> Path:
         write_report(folder.path)
         print(scores_table(judge.scores))
     return folder.path
+
+
+@contextlib.contextmanager
+def _folder_for(config: RunConfig) -> Generator[RunFolder]:
+    """The run's folder, locked; one that holds another run is refused before anything is built."""
+    with RunFolder(config.output) as folder:
+        folder.check(config)
+        yield folder
 
 
 def restore_newest(built: Built, folder: RunFolder) -> None:

@@ -49,6 +49,8 @@ def probe(config: RunConfig) -> list[StepGap]:
 def _requests(built: Built) -> list[RolloutRequest]:
     """The cycle's own requests, but with every latent and every velocity coming back."""
     config, algorithm = built.config, built.algorithm
+    if config.rollout is not None and config.rollout.replay:
+        raise ValueError("rollout.replay: a probe samples afresh; leave it out")
     group = algorithm.group_size or 1
     samples = range(min(config.data.batch_size, MAX_SAMPLES))
     requests = algorithm.requests(built.prompts.prompts([s // group for s in samples]), samples, 0)

@@ -129,7 +129,8 @@ def load(path: str | Path) -> GlyphModel:
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"model.path: there is no weight file {path}")
+        known = ", ".join((*SHIPPED, "random"))
+        raise ValueError(f"model.path: there is no weight file {path}; it is a file, or one of {known}")
     try:
         stored, metadata = read_tensors(path)
     except ValueError as error:

@@ -27,6 +27,7 @@ from sigmazero.records import Prompt
 from sigmazero.rewards.base import Reward, as_layout
 
 MAX_WARNINGS = 10  # failures of a run that are shown as they happen; all are counted
+LARGEST = 1e30  # of a score: beyond it means and deviations would overflow
 EPSILON = 1e-4  # added to the deviation where a reward is normalised
 
 
@@ -252,7 +253,7 @@ def _number(value: Any) -> float:
         number = float(value)
     except OverflowError:
         return math.nan
-    return number if math.isfinite(number) else math.nan
+    return number if abs(number) <= LARGEST else math.nan  # nan is not
 
 
 def _failure(value: Any) -> str:
@@ -260,7 +261,7 @@ def _failure(value: Any) -> str:
 
 
 def _line(error: BaseException) -> str:
-    return " ".join("".join(traceback.format_exception_only(error)).split())[:200]
+    return " ".join("".join(traceback.format_exception_only(error)).split())[:400]
 
 
 def _short(value: Any) -> str:

@@ -56,27 +56,34 @@ class RunFolder:
     def __exit__(self, *_: object) -> None:
         self._lock.close()
 
+    def check(self, config: RunConfig) -> bool:
+        """Whether the same unfinished run is here, to go on with; else there is nothing, or it may be cleared.
+
+        Raises:
+            ValueError: the folder holds a finished or different run (the differences are named) and ``overwrite`` is
+                false, or it holds something that is no run.
+        """
+        others = [p for p in self.path.iterdir() if p.name != _LOCK and p.suffix != ".writing"]
+        if others and not (self.path / _DESCRIPTION).is_file():
+            raise ValueError(f"output: {self.path} holds files but no run ({others[0].name}); set another output")
+        if not others or config.overwrite:
+            return False
+        _check_same(self.path, read_description(self.path), config)
+        return True
+
     def open(self, config: RunConfig, inputs: Mapping[str, str] | None = None) -> None:
         """Starts the run here, or goes on with the same unfinished one.
 
         Args:
             inputs: hashes of the files that the settings name, by setting: the same path may hold something else later.
         Raises:
-            ValueError: the folder holds a finished or different run (the differences are named) and ``overwrite`` is
-                false, or it holds something that is no run.
+            ValueError: as ``check``, or one of those files has changed.
         """
-        inputs = inputs or {}
-        others = [p for p in self.path.iterdir() if p.name != _LOCK and p.suffix != ".writing"]
-        if not others:
-            self.describe(config, inputs, finished=False)
-        elif not (self.path / _DESCRIPTION).is_file():
-            raise ValueError(f"output: {self.path} holds files but no run ({others[0].name}); set another output")
-        elif config.overwrite:
-            self._clear()
-            self.describe(config, inputs, finished=False)
+        if self.check(config):
+            check_inputs(self.path, inputs or {})
         else:
-            _check_same(self.path, read_description(self.path), config)
-            check_inputs(self.path, inputs)
+            self._clear()
+            self.describe(config, inputs or {}, finished=False)
 
     def describe(self, config: RunConfig, inputs: Mapping[str, str], *, finished: bool) -> None:
         values = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,6 +73,22 @@ class Collector:
             assert rollout.scores is not None
             dump.save(Path(self._config.output) / dump.FOLDER, cycle, rollout.trajectories, rollout.scores.values)
         return rollout
+
+    def check_replay(self) -> None:
+        """Whether the rollouts to be replayed fit the recipe, by the first of them; tells what they are.
+
+        Raises:
+            ValueError: it cannot be read, or was made with other settings than training would assume.
+        """
+        if not self._replayed:
+            return
+        path, many = self._replayed[0], len(self._replayed)
+        rollout = self._replay(path, 0)
+        try:
+            self._algorithm.feeds(rollout.trajectories, rollout.scores, None, 0)
+        except ValueError as error:
+            raise ValueError(f"rollout.replay: {path}: {error}") from None
+        print(f"replaying {many} rollouts, the first of {len(rollout.trajectories)} samples", file=sys.stderr)
 
     def _replay(self, path: Path, first: int) -> Rollout:
         """A dumped rollout, with the total that this recipe makes of its rewards."""
@@ -162,10 +179,12 @@ def _live(trajectories: Sequence[Trajectory], total: Tensor) -> list[int]:
 
 
 def _reward_metrics(values: Mapping[str, Tensor]) -> dict[str, float]:
-    """Mean and deviation of each reward over the samples that have one."""
+    """Mean and deviation of each reward over the samples that have one, and how many have none, where any has not."""
     metrics: dict[str, float] = {}
     for name, value in values.items():
         own = value[torch.isfinite(value)]
+        if len(own) < len(value):
+            metrics[f"reward_failed/{name}"] = float(len(value) - len(own))
         if len(own):
             metrics |= {f"reward/{name}": float(own.mean()), f"reward_std/{name}": float(own.std(correction=0))}
     return metrics

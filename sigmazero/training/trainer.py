@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sigmazero.algorithms.base import Algorithm, Phase
 from sigmazero.config import RunConfig
-from sigmazero.data import GlyphCaptions
+from sigmazero.data import PictureStream
 from sigmazero.engines.base import Engine
 from sigmazero.models.roles import Roles
 from sigmazero.records import Batch, rows_of
@@ -31,7 +31,7 @@ class Trainer:
         roles: Roles,
         engine: Engine,
         collector: Collector,
-        pictures: GlyphCaptions,
+        pictures: PictureStream,
         device: torch.device,
     ) -> None:
         self.config, self.algorithm, self.roles, self.engine = config, algorithm, roles, engine
@@ -72,9 +72,8 @@ class Trainer:
 
     def _draw_pictures(self, rollout: Rollout, cycle: int) -> Batch:
         pictures, prompts = self.pictures.pictures(rollout.samples)
-        return Batch(
-            rows_of(rollout.samples, cycle) | {"x0": self.roles.model.encode_pictures(pictures)}, tuple(prompts)
-        )
+        x0 = self.roles.model.encode_pictures(pictures.to(self.device))
+        return Batch(rows_of(rollout.samples, cycle) | {"x0": x0}, tuple(prompts))
 
     def _on_device(self, batch: Batch) -> Batch:
         moved = Batch({name: value.to(self.device) for name, value in batch.fields.items()}, batch.prompts)

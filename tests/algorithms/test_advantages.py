@@ -152,8 +152,8 @@ def test_b21_rows_of_one_text_go_by_their_group_in_any_order() -> None:
 @pytest.mark.parametrize(
     ("groups", "complaint"),
     [
-        ([0, 0, 1, 1, 1], "group 0 came back with 2 samples of 3"),
-        ([0, 0, 0, 1, 1, 1, 1], "group 1 came back with 4 samples of 3"),
+        ([0, 0, 1, 1, 1], "group 0 has 2 samples, and rollout.group_size is 3"),
+        ([0, 0, 0, 1, 1, 1, 1], "group 1 has 4 samples, and rollout.group_size is 3"),
     ],
 )
 def test_b21_a_group_of_the_wrong_size_is_refused(groups: list[int], complaint: str) -> None:

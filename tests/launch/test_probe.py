@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sigmazero.engines.local import LocalEngine
+from sigmazero.launch.local import build
 from sigmazero.launch.probe import as_json, probe, table
 from sigmazero.models.roles import Roles
 from sigmazero.records import Conditioning, RolloutRequest, Trajectory
@@ -72,3 +73,11 @@ def test_the_table_and_the_json_hold_the_same_numbers(flow_grpo: MakeRun) -> Non
 def test_an_algorithm_that_samples_nothing_is_refused(flow_matching: MakeRun) -> None:
     with pytest.raises(ValueError, match="'flow_matching', which samples nothing"):
         probe(flow_matching())
+
+
+def test_a_probe_of_a_replay_is_refused(flow_grpo: MakeRun) -> None:
+    made = flow_grpo({"rollout.dump_every": 1, "num_cycles": 1})
+    with build(made) as built:
+        built.trainer.run_cycle()
+    with pytest.raises(ValueError, match=r"rollout.replay: a probe samples afresh; leave it out"):
+        probe(flow_grpo({"rollout.replay": made.output}))

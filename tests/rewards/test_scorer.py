@@ -536,3 +536,23 @@ def test_b75_training_evaluation_and_files_score_the_same_picture(
         assert len(set(means.round(3))) > 4
     for evaluated in (refreshed["evaluate/final/reward/mean"], judged.scores["start"]["reward/mean"].mean):
         assert evaluated == pytest.approx(means.mean(), abs=1e-6)
+
+
+@pytest.mark.parametrize("value", [1.1e30, -1e308, 10**40])
+def test_a_score_that_would_overflow_means_is_a_failure(make: Make, value: float) -> None:
+    scorer = make(mine=lambda *_: [1.0, value])
+    scorer.submit(*samples(2))
+    values, failures = scorer.gather()
+    assert same(values["mine"].tolist(), [1.0, NAN])
+    assert [f.endswith("is no finite number") for f in failures] == [True]
+    assert same(scorer.total(values).tolist(), [1.0, NAN])
+
+
+def test_each_failure_is_shown_once(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    scorer = make(mine=lambda *_: [None])
+    for _ in range(3):
+        scorer.submit(*samples(1))
+        scorer.gather()
+    assert capsys.readouterr().err.splitlines() == [
+        "warning: rewards.mine: None is no finite number; its samples have no score"
+    ]
