@@ -209,6 +209,8 @@ def verdict(scores: Values, rewards: Values | None = None) -> tuple[bool | None,
     scored: Values = scores.get("arms") or {}
     if not scored:
         return None, ["No scores yet."]
+    if "real" not in scored and not any("read_accuracy" in metrics for metrics in scored.values()):
+        return None, ["Not judged: no reader knows the pictures of this family. Compare the pictures and the scores."]
     algorithm = (scores.get("settings") or {}).get("algorithm") or {}
     if is_rl(algorithm):
         terms = [term for term in scored_terms(scored, rewards or {}) if term.optimised]

@@ -878,3 +878,13 @@ def test_page_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_report_imports_no_torch() -> None:
     code = "import sys, sigmazero.report; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_family_without_a_reader_is_not_judged() -> None:
+    """Its distillation has diversity alone, which says neither pass nor fail."""
+    arms = {
+        name: {"diversity": {"mean": 0.2, "low": 0.1, "high": 0.3}} for name in ("teacher@8", "teacher@4", "student@4")
+    }
+    passed, sentences = verdict({"arms": arms, "settings": {"algorithm": {"name": "dmd2", "num_steps": 4}}})
+    assert passed is None
+    assert sentences[0].startswith("Not judged: no reader knows the pictures of this family")
