@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import numpy as np
 from torch import Tensor
 
+from sigmazero import seeds
 from sigmazero.models.roles import RoleKind, Roles
 from sigmazero.records import Batch, Prompt, RolloutRequest, Scores, Trajectory
 
@@ -26,6 +28,18 @@ RowSets = Callable[[int, int], Sequence[Sequence[int]]]  # (rows, cycle) -> the 
 def all_rows(num_rows: int, cycle: int) -> Sequence[Sequence[int]]:
     """One optimizer step over everything."""
     return [range(num_rows)]
+
+
+def dealt_rows(seed: int, updates: int, epochs: int = 1) -> RowSets:
+    """``updates`` nearly equal parts of the rows, dealt anew each epoch; a single update takes all as they are."""
+    if updates * epochs == 1:
+        return all_rows
+
+    def deal(num_rows: int, cycle: int) -> Sequence[Sequence[int]]:
+        orders = [seeds.generator(seed, "row_order", epoch, cycle).permutation(num_rows) for epoch in range(epochs)]
+        return [part.tolist() for order in orders for part in np.array_split(order, updates) if len(part)]
+
+    return deal
 
 
 @dataclass(frozen=True)
@@ -73,6 +87,12 @@ class Arm:
     kind: str = "ode"
     eta: float = 0.0
     guidance: float = 1.0
+
+
+def before_and_after(num_steps: int, shift: float, guidance: float = 1.0) -> Sequence[Arm]:
+    """What online RL compares: the averaged policy, the policy itself, and the start, each without noise."""
+    roles = (("final", "policy_ema"), ("final_raw", "policy"), ("start", "reference"))
+    return [Arm(name, role, num_steps, shift, guidance=guidance) for name, role in roles]
 
 
 class Algorithm(Protocol):

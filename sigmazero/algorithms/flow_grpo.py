@@ -13,13 +13,20 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from sigmazero import seeds, transition
+from sigmazero import transition
 from sigmazero.algorithms.advantages import group_advantages
-from sigmazero.algorithms.base import Algorithm, Arm, Average, Phase, warmed_up_decay
+from sigmazero.algorithms.base import (
+    Algorithm,
+    Arm,
+    Average,
+    Phase,
+    before_and_after,
+    dealt_rows,
+    warmed_up_decay,
+)
 from sigmazero.algorithms.losses import clipped_loss, guard_log_ratio
 from sigmazero.config import FlowGRPOConfig, RolloutConfig, RunConfig
 from sigmazero.models.roles import RoleKind, Roles
@@ -71,7 +78,7 @@ class FlowGRPO:
         found.append(
             Phase(
                 "policy", {"rollout": self._improve}, ("policy", "reference")[: 2 if c.kl_weight else 1], ("policy",),
-                rows=self._row_sets, step_fields=(*STEP_FIELDS, *self._old_fields),
+                rows=dealt_rows(self.seed, c.updates, c.epochs), step_fields=(*STEP_FIELDS, *self._old_fields),
                 by_sigma=("ratio_deviation", "clip_fraction", GAPS[0]), shared=GAPS,
             )
         )  # fmt: skip
@@ -90,14 +97,6 @@ class FlowGRPO:
             return ()
         return ("old_log_prob", "old_mean") if self.config.ratio == "guard" else ("old_log_prob",)
 
-    def _row_sets(self, num_rows: int, cycle: int) -> Sequence[Sequence[int]]:
-        """``updates`` nearly equal parts of the rows, drawn anew each epoch."""
-        c = self.config
-        if c.updates * c.epochs == 1:
-            return [range(num_rows)]
-        orders = [seeds.generator(self.seed, "row_order", e, cycle).permutation(num_rows) for e in range(c.epochs)]
-        return [part.tolist() for order in orders for part in np.array_split(order, c.updates) if len(part)]
-
     @property
     def averages(self) -> Sequence[Average]:
         return (Average("policy_ema", "policy", warmed_up_decay(self.config.ema_decay)),)
@@ -105,9 +104,7 @@ class FlowGRPO:
     @property
     def arms(self) -> Sequence[Arm]:
         c = self.config
-        steps = c.evaluation_steps or c.num_steps
-        roles = (("final", "policy_ema"), ("final_raw", "policy"), ("start", "reference"))
-        return [Arm(name, role, steps, c.shift, guidance=c.guidance) for name, role in roles]
+        return before_and_after(c.evaluation_steps or c.num_steps, c.shift, c.guidance)
 
     def requests(self, prompts: Sequence[Prompt], samples: range, cycle: int) -> list[RolloutRequest]:
         c = self.config

@@ -14,13 +14,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sigmazero import seeds, transition
 from sigmazero.algorithms.advantages import group_advantages
-from sigmazero.algorithms.base import Algorithm, Arm, Average, Phase, Term, warmed_up_decay
+from sigmazero.algorithms.base import (
+    Algorithm,
+    Arm,
+    Average,
+    Phase,
+    Term,
+    before_and_after,
+    dealt_rows,
+    warmed_up_decay,
+)
 from sigmazero.algorithms.losses import dpo_loss, nft_loss, velocity_loss
 from sigmazero.config import (
     AdvantageConfig,
@@ -39,6 +47,7 @@ from sigmazero.strategies import ode_and_return_last
 
 LOW, HIGH = 0.02, 0.98  # of stratified sigmas
 STEP_FIELDS = ("sigma", "step")
+KL_STEP = ("sde", 0.7)  # kind and eta, Flow-GRPO's
 KL_FIELDS = ("kl_sigma", "kl_sigma_next", "kl_step")
 
 
@@ -66,7 +75,14 @@ class Decoupled:
     def phases(self) -> Sequence[Phase]:
         """The policy's updates, then the KL where it is due."""
         term, calls = self._term()
-        policy = Phase("policy", {"rollout": term}, calls, ("policy",), rows=self._row_sets, step_fields=STEP_FIELDS)
+        policy = Phase(
+            "policy",
+            {"rollout": term},
+            calls,
+            ("policy",),
+            rows=dealt_rows(self.seed, self.config.updates),
+            step_fields=STEP_FIELDS,
+        )
         if not self.config.kl_every or self.config.num_steps == 1:
             return (policy,)
         calls, every = ("policy", "reference"), self.config.kl_every
@@ -82,13 +98,6 @@ class Decoupled:
             return self._matching, ("policy",)
         return self._preference, ("policy", "reference")
 
-    def _row_sets(self, num_rows: int, cycle: int) -> Sequence[Sequence[int]]:
-        """``updates`` nearly equal parts of the rows, drawn anew each rollout."""
-        if self.config.updates == 1:
-            return [range(num_rows)]
-        order = seeds.generator(self.seed, "row_order", 0, cycle).permutation(num_rows)
-        return [part.tolist() for part in np.array_split(order, self.config.updates) if len(part)]
-
     @property
     def averages(self) -> Sequence[Average]:
         ema = Average("policy_ema", "policy", warmed_up_decay(self.config.ema_decay))
@@ -98,9 +107,8 @@ class Decoupled:
 
     @property
     def arms(self) -> Sequence[Arm]:
-        steps = self.config.evaluation_steps or self.config.num_steps
-        roles = (("final", "policy_ema"), ("final_raw", "policy"), ("start", "reference"))
-        return [Arm(name, role, steps, self.config.shift) for name, role in roles]
+        c = self.config
+        return before_and_after(c.evaluation_steps or c.num_steps, c.shift)
 
     def requests(self, prompts: Sequence[Prompt], samples: range, cycle: int) -> list[RolloutRequest]:
         """No stochastic step, no guidance; the sample alone comes back."""
@@ -133,10 +141,7 @@ class Decoupled:
 
     @property
     def _num_timesteps(self) -> int:
-        return self.config.num_steps if self.config.timesteps == "full" else self._strata
-
-    @property
-    def _strata(self) -> int:
+        """Of training; with ``full`` the config has no number of its own."""
         return self.config.num_timesteps or self.config.num_steps
 
     def _sigmas(self, samples: Sequence[int], cycle: int) -> Tensor:
@@ -188,8 +193,8 @@ class Decoupled:
         now, after = batch["kl_sigma"], batch["kl_sigma_next"]
         guard = torch.full_like(now, float(sigma_grid(self.config.num_steps, self.config.shift)[1]))
         policy, reference = (roles.velocity(role)(x, now, batch.condition) for role in ("policy", "reference"))
-        mean, std = transition.moments("sde", 0.7, x, policy, now, after, guard)
-        kl = transition.gaussian_kl(mean, transition.moments("sde", 0.7, x, reference, now, after, guard)[0], std)
+        mean, std = transition.moments(*KL_STEP, x, policy, now, after, guard)
+        kl = transition.gaussian_kl(mean, transition.moments(*KL_STEP, x, reference, now, after, guard)[0], std)
         return {"mean": kl, "nats": kl * x[0].numel()}
 
     def _nft(self, roles: Roles, batch: Batch) -> Mapping[str, Tensor]:

@@ -39,7 +39,6 @@ class Collector:
 
     Args:
         scorer: None for algorithms without rewards.
-        folder: of the run, for rollouts that are kept.
     """
 
     def __init__(

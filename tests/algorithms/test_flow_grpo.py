@@ -529,11 +529,11 @@ def test_b16_both_scores_are_element_means_and_the_gap_stays_that_of_the_density
 
 def test_updates_and_epochs_share_the_rows(flow_grpo: MakeRun) -> None:
     made = built(flow_grpo({"algorithm.updates": 2, "algorithm.epochs": 3}))
-    sets = made._row_sets(7, 0)
+    sets = made.phases[-1].rows(7, 0)
     assert [len(rows) for rows in sets] == [4, 3] * 3
     epochs = [(*sets[k], *sets[k + 1]) for k in (0, 2, 4)]
     assert [sorted(rows) for rows in epochs] == [list(range(7))] * 3
-    assert len({*epochs, tuple(row for rows in made._row_sets(7, 1)[:2] for row in rows)}) == 4
+    assert len({*epochs, tuple(row for rows in made.phases[-1].rows(7, 1)[:2] for row in rows)}) == 4
 
 
 def test_b14_gaps_and_ratios_are_also_logged_by_sigma(flow_grpo: MakeRun) -> None:

@@ -104,7 +104,7 @@ def test_full_timesteps_are_those_of_the_rollout(nft: MakeRun) -> None:
 
 def test_updates_share_the_rows_and_each_rollout_draws_them_anew(nft: MakeRun) -> None:
     made = built(nft, updates=3)
-    sets = [made._row_sets(7, cycle) for cycle in range(4)]
+    sets = [made.phases[0].rows(7, cycle) for cycle in range(4)]
     assert all(sorted(row for rows in parts for row in rows) == list(range(7)) for parts in sets)
     assert [sorted(map(len, parts)) for parts in sets] == [[2, 2, 3]] * 4
     assert len({tuple(map(tuple, parts)) for parts in sets}) > 1
