@@ -26,8 +26,11 @@ def describe(config: RunConfig) -> str:
     own = sum(_bytes(built, role) for role in built.roles.kinds)
     base = 4 * built.roles.num_base_parameters
     activations = max(_activation_bytes(built, role) for role in built.trainer.optimizers)
+    steps = config.algorithm.num_steps
     lines += [
         "",
+        f"grid: {steps} steps, shift {config.algorithm.shift:g}; the family's own sampler has a shift of "
+        f"{built.roles.model.default_shift(steps):.4g} at this size",
         f"memory: base weights {base / MIB:.1f} MiB + roles {own / MIB:.1f} MiB + activations of one micro-batch "
         f"{activations / MIB:.1f} MiB (measured) = {(base + own + activations) / MIB:.1f} MiB, libraries not counted",
     ]

@@ -37,6 +37,10 @@ class FlowModel(Protocol):
         """Names of the linear layers that an adapter covers by default."""
         ...
 
+    def default_shift(self, num_steps: int) -> float:
+        """The static shift that the family's own sampler has at its size and this number of steps."""
+        ...
+
     def encode(self, prompts: Sequence[str]) -> Conditioning:
         """Conditions of prompts, a row each; the empty prompt is the negative one of guidance."""
         ...

@@ -70,6 +70,9 @@ class GlyphModel:
     def __init__(self, net: GlyphNet, width: int, num_layers: int) -> None:
         self.net, self._width, self._num_layers = net.eval(), width, num_layers
 
+    def default_shift(self, num_steps: int) -> float:
+        return 1.0  # a few pixels: the grid stays uniform
+
     def encode(self, prompts: Sequence[str]) -> Conditioning:
         """Tokens int64 ``[b, 5]``: both digits, ink, paper, style; a slot that is left open has a token of its own.
 

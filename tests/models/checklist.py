@@ -16,6 +16,7 @@ The other hooks have defaults. What only one family has (packing, ids, templates
 
 from __future__ import annotations
 
+import abc
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -38,7 +39,7 @@ from sigmazero.schedule import add_noise, sigma_grid
 SEED = 7
 
 
-class FamilyChecklist:
+class FamilyChecklist(abc.ABC):
     module: ClassVar[Any]
     size: ClassVar[tuple[int, int]] = (32, 64)  # height and width in pixels; not square, so that a swap shows
     prompts: ClassVar[tuple[str, str]] = ("a red cat", "the number 42 on a blue wall, two old dogs look at it")
@@ -51,26 +52,26 @@ class FamilyChecklist:
 
     # What a family says of its pipeline.
 
+    @abc.abstractmethod
     def sample(self, pipeline: Any, prompts: list[str], start: Tensor, num_steps: int, guidance: float) -> Tensor:
         """The pipeline's pictures fp32 ``[b, 3, H, W]`` in [0, 1] from ``start [b, *latent_shape]``, with its own
         scheduler. Guidance 1 is none; above 1 the negative prompt is the empty one."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def vae_latents(self, pipeline: Any, pictures: Tensor) -> Tensor:
         """Latents ``[b, *latent_shape]`` of pictures in [0, 1] with the pipeline's VAE, by hand."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def vae_pictures(self, pipeline: Any, latents: Tensor) -> Tensor:
         """Pictures in [0, 1] of latents ``[b, *latent_shape]`` with the pipeline's VAE, by hand."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def encoders(self, model: Any) -> list[nn.Module]:
         """The text encoders, each called with ``input_ids`` (first or by name)."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def time_embedder(self, net: nn.Module) -> nn.Module:
         """The module whose first input is the timestep on its way into the sinusoid."""
-        raise NotImplementedError
 
     def output(self, model: Any, velocity: Tensor) -> Any:
         """What the network's forward returns when it answers exactly ``velocity [b, *latent_shape]``."""
