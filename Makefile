@@ -1,11 +1,12 @@
 # make demo   trains a two-step student in about three minutes and writes its report
 # make test   runs the whole suite
+# make test-slow  kills, eight ranks: what takes minutes
 # make lint   formatting, lint, types
 # make env    makes .venv and installs; the others do so by themselves
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: demo test lint env
+.PHONY: demo test test-slow lint env
 
 env: .venv/installed
 
@@ -19,6 +20,9 @@ demo: env
 
 test: env
 	$(PY) -m pytest
+
+test-slow: env
+	$(PY) -m pytest -m slow -n 0
 
 lint: env
 	$(PY) -m ruff check .

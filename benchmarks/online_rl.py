@@ -80,10 +80,8 @@ def outcome(folders: Sequence[Path]) -> dict[str, Any]:
 
 
 def sum_of(folder: Path, name: str) -> float:
-    """Of a metric that is logged as a mean over the cycles between two rows."""
-    rows = read_metrics(folder / "metrics.jsonl")
-    before = [0, *(int(row["cycle"]) for row in rows[:-1])]
-    return sum(row[name] * (row["cycle"] - last) for row, last in zip(rows, before, strict=True))
+    """Of a metric that a row sums over its cycles, over all of them."""
+    return sum(row[name] for row in read_metrics(folder / "metrics.jsonl"))
 
 
 def curve(folders: Sequence[Path], per_image: float) -> dict[str, list[float]]:

@@ -20,6 +20,9 @@ Recipe = Annotated[Path, typer.Argument(help="a recipe, for example recipes/glyp
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="dotted settings, for example algorithm.num_steps=4 output=runs/four")
 ]
+EvaluationOverrides = Annotated[
+    list[str] | None, typer.Argument(help="settings of evaluate and rewards, for example evaluate.num_captions=64")
+]
 Run = Annotated[Path, typer.Argument(help="a run folder, for example runs/glyph_dmd2")]
 
 
@@ -32,14 +35,13 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
     from sigmazero.launch.local import train as run
 
     try:
-        folder = run(config)
+        run(config)
     except KeyboardInterrupt:
         print(
             "stopped; the same command without overwrite=true goes on from the newest checkpoint, if there is one",
             file=sys.stderr,
         )
         raise typer.Exit(130) from None
-    print(f"finished: report in {folder / 'report.html'}, scores in {folder / 'scores.json'}")
 
 
 @app.command()
@@ -74,30 +76,78 @@ def probe(
 
 
 @app.command()
-def evaluate(run: Run) -> None:
+def evaluate(run: Run, overrides: EvaluationOverrides = None) -> None:
     """Score every arm of a run again, from its newest checkpoint; writes scores.json and report.html."""
     from sigmazero.launch.reopen import evaluate_run
 
-    print(evaluate_run(run))
+    print(evaluate_run(run, overrides or []))
     print(f"finished: report in {run / 'report.html'}, scores in {run / 'scores.json'}")
 
 
 @app.command()
-def sample(
-    run: Run,
-    prompt: Annotated[list[str] | None, typer.Option(help="a prompt; may be given several times")] = None,
-    count: Annotated[int, typer.Option(min=1, max=10_000, help="pictures a prompt")] = 1,
-    role: Annotated[str | None, typer.Option(help="role to sample; default: the averaged student")] = None,
-    num_steps: Annotated[int | None, typer.Option(min=1, max=1000, help="steps; default: the trained number")] = None,
-    guidance: Annotated[float | None, typer.Option(min=0.0, help="guidance; 1 is none; default: the arm's")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="seed of the first picture; the next ones count up")] = 0,
-    output: Annotated[Path | None, typer.Option(help="folder; default: RUN/samples")] = None,
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="run folders, or their scores.json")],
+    sheet: Annotated[Path | None, typer.Option(help="a new PNG: the pictures of every arm below one another")] = None,
 ) -> None:
-    """Sample pictures from a run's newest checkpoint: one PNG each, with its settings inside, and a contact sheet."""
-    from sigmazero.launch.reopen import sample_run
+    """Print the scores of several runs, and their differences with intervals; of one run, those of its arms."""
+    from sigmazero.compare import read_scores, table, write_sheet
 
-    sheet = sample_run(run, prompt or [], count, role, num_steps, guidance, seed, output)
-    print(f"finished: {len(prompt or []) * count or count} pictures in {sheet.parent}, all of them on {sheet}")
+    scores = read_scores(runs)
+    print(table(scores))
+    if sheet is not None:
+        write_sheet(scores, sheet)
+        print(f"finished: pictures in {sheet}")
+
+
+@app.command()
+def sample(
+    source: Annotated[str, typer.Argument(help="a run, an export, a base model's folder or hub id, or a glyph file")],
+    prompt: Annotated[list[str] | None, typer.Option(help="a prompt; may be given several times")] = None,
+    prompts: Annotated[str | None, typer.Option(help="a .txt, .jsonl, .csv or .parquet file, or shipped")] = None,
+    count: Annotated[int, typer.Option(min=1, max=10_000, help="pictures a prompt")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="of a prompt's first picture; the next ones count up")] = 0,
+    steps: Annotated[
+        int | None, typer.Option("--steps", "--num-steps", min=1, max=1000, help="default: the trained number")
+    ] = None,
+    shift: Annotated[float | None, typer.Option(min=0.001, max=1000, help="of the grid; default: the trained")] = None,
+    sigmas: Annotated[str | None, typer.Option(help="the whole grid without its 0, for example 1,.9,.75,.5")] = None,
+    guidance: Annotated[float | None, typer.Option(min=0.0, help="1 is none; default: as trained")] = None,
+    role: Annotated[str | None, typer.Option(help="role of a run; default: the averaged student or policy")] = None,
+    height: Annotated[int | None, typer.Option(min=16, max=8192, help="in pixels; default: as trained")] = None,
+    width: Annotated[int | None, typer.Option(min=16, max=8192, help="in pixels; default: as trained")] = None,
+    dtype: Annotated[str | None, typer.Option(help="of an export or base: float32 (default) or bfloat16")] = None,
+    base: Annotated[str | None, typer.Option(help="the base of exported adapters or weights, where it moved")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, max=4096, help="pictures a network call; changes none")] = 16,
+    output: Annotated[Path | None, typer.Option(help="a new folder; default: samples/NNNN, of a run in it")] = None,
+) -> None:
+    """Sample a run, an export or a base: one PNG a picture, with its settings inside, and a contact sheet."""
+    from sigmazero.launch.reopen import sample as launch
+    from sigmazero.launch.sources import Wish
+
+    wish = Wish(role, steps, shift, _numbers(sigmas), guidance, height, width, dtype, base)
+    sheet, number = launch(source, _prompts(prompt, prompts), count, seed, wish, batch_size, output)
+    print(f"finished: {number} pictures in {sheet.parent}, all of them on {sheet}")
+
+
+def _numbers(sigmas: str | None) -> tuple[float, ...] | None:
+    try:
+        return None if sigmas is None else tuple(float(part) for part in sigmas.split(","))
+    except ValueError:
+        raise ValueError(f"--sigmas is {sigmas!r}; write numbers with commas, for example 1,.9,.75,.5") from None
+
+
+def _prompts(given: list[str] | None, file: str | None) -> list[str]:
+    if file is None:
+        return given or []
+    if given:
+        raise ValueError("--prompt and --prompts are both given; put all prompts into the file, or give none")
+    from sigmazero.data import PromptFile
+
+    try:
+        return [prompt.text for prompt in PromptFile(file, 0).all()]
+    except ValueError as error:
+        said = str(error).replace("data.prompts", "--prompts", 1).replace("'glyphs', ", "")
+        raise ValueError(said) from None
 
 
 @app.command()

@@ -32,7 +32,9 @@ class ModelConfig(_Settings):
     width: int | None = Field(default=None, ge=32, le=1024, multiple_of=32)  # of a random network; a file has its own
     num_layers: int | None = Field(default=None, ge=1, le=64)  # likewise
     activation_checkpointing: bool = False
+    attention: str = "native"  # one of diffusers' attention backends; not of glyph
     guidance_norm: Literal["family", "none", "layer_norm", "scalar"] = "family"
+    embedded_guidance: float | None = Field(default=None, ge=0, le=1000)  # what FLUX.2-dev's network reads; null: 4
 
 
 class LoraConfig(_Settings):
@@ -41,6 +43,7 @@ class LoraConfig(_Settings):
     rank: int = Field(default=32, ge=1, le=4096)
     alpha: float = Field(default=32, gt=0)
     targets: tuple[str, ...] = ()
+    init: str = ""  # an adapter to go on from, its folder or file; empty: they change nothing at first
 
 
 class RolesConfig(_Settings):
@@ -59,10 +62,12 @@ class RolesConfig(_Settings):
 
 
 class DataConfig(_Settings):
-    """``prompts``: ``glyphs`` (endless captions of the train split) or a .txt, .jsonl, .csv or .parquet file."""
+    """``prompts``: a .txt, .jsonl, .csv or .parquet file. Of glyph also ``glyphs``, its default: endless captions of
+    the train split. Of other families also ``shipped``, their default, and ``shipped_text``: a few to try out."""
 
     prompts: str = "glyphs"
     pictures: str | None = None  # a folder of captioned pictures, for flow_matching of any family but glyph
+    conditions_cache: str = ""  # a folder that encoded prompts are kept in; empty: none
     batch_size: int = Field(default=32, ge=1, le=65536)  # samples a cycle
     height: int | None = Field(default=None, ge=16, le=8192)  # of pictures, in pixels; null: the model's default
     width: int | None = Field(default=None, ge=16, le=8192)
@@ -76,6 +81,11 @@ class RolloutConfig(_Settings):
     dump_every: int = Field(default=0, ge=0)  # cycles between rollouts that are kept in the run folder; 0: none
     replay: str = ""  # a folder of dumped rollouts to train on instead of sampling
     max_failed: float = Field(default=0.2, ge=0, le=1)  # share of samples without a score beyond which the run stops
+
+
+_HOW_CALLED = (
+    "weight", "normalize", "batch_size", "time_limit", "workers", "retries", "try_limit", "token_variable",
+)  # fmt: skip
 
 
 class _Reward(_Settings):
@@ -92,6 +102,10 @@ class _Reward(_Settings):
         if self.normalize != "none" and not self.optimised:
             raise ValueError("normalize does nothing with weight 0, which only watches; leave it out")
         return self
+
+    def meaning(self) -> dict[str, Any]:
+        """The settings that decide what a picture scores, and not what is made of it."""
+        return self.model_dump(mode="json", exclude=set(_HOW_CALLED))
 
     @property
     def optimised(self) -> bool:
@@ -214,7 +228,7 @@ class DMD2Config(_Settings):
     student_input: Literal["simulate", "data", "mixed"] = "simulate"
     transition: Literal["renoise", "euler"] = "renoise"
     step_strategy: str = "stop_at_random_step"
-    exit_step: Literal["per_sample", "shared"] = "per_sample"
+    exit_step: Literal["per_sample", "shared", "all"] = "per_sample"  # all: every step of one rollout is a row
     fake_updates: int = Field(default=5, ge=1)  # K: fake-score updates a student update
     score_sigma: SigmaConfig = SigmaConfig()
     fake_sigma: SigmaConfig = SigmaConfig(low=0.0, high=1.0)
@@ -227,8 +241,12 @@ class DMD2Config(_Settings):
     def _built(self) -> DMD2Config:
         if self.student_input != "simulate":
             raise ValueError(f"student_input is {self.student_input!r}, which is not built yet; set 'simulate'")
-        if self.exit_step == "shared" and self.step_strategy != "stop_at_random_step":
-            raise ValueError(f"exit_step is 'shared', but step_strategy {self.step_strategy!r} draws the exits itself")
+        if self.exit_step != "per_sample" and self.step_strategy != "stop_at_random_step":
+            raise ValueError(
+                f"exit_step is {self.exit_step!r}, but step_strategy {self.step_strategy!r} draws the exits itself"
+            )
+        if self.exit_step == "all" and self.num_steps == 1:
+            raise ValueError("exit_step is 'all', but a rollout of num_steps 1 has one exit; set 'per_sample'")
         for name, what in (("gan_weight", "the adversarial term"), ("regression_weight", "the regression on pairs")):
             if getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, but {what} is not built yet; set {name} to 0")
@@ -414,11 +432,35 @@ class TrainingConfig(_Settings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = Field(default=0, ge=0, le=1024)
     rollout_rows: int = Field(default=128, ge=1, le=65536)  # of one network call without gradient, guidance not counted
+    staging: Literal["prefetch", "sync", "off"] = "prefetch"  # how rows of an update get to the device: docs/memory.md
     log_every: int = Field(default=10, ge=1)  # cycles
     checkpoint_every: int = Field(default=200, ge=1)  # cycles
     keep_checkpoints: int = Field(default=2, ge=1)
     max_nonfinite: int = Field(default=5, ge=1)  # skipped updates in a row before the run stops
     tensorboard: bool = True
+    shard_ranks: int | None = Field(default=None, ge=1)  # that one copy of the weights is spread over; null: 1 for
+    # glyph, all for the other families
+    reshard: bool = True  # drop a block's gathered weights after its forward; false: faster, and more memory
+
+
+class ProfileConfig(_Settings):
+    """Traces of torch's profiler in the run folder's ``profile/``; cycles and ranks count from 0. docs/profiling.md"""
+
+    ranks: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(0,), min_length=1)
+    start: int = Field(default=3, ge=0)  # first cycle of the trace
+    cycles: int = Field(default=1, ge=1, le=1000)  # a trace of many is more than a viewer opens
+    warmup: int = Field(default=1, ge=0)  # cycles before it in which the profiler runs and keeps nothing
+    memory: bool = False  # each allocation too
+
+    @model_validator(mode="after")
+    def _traces(self) -> ProfileConfig:
+        if len(set(self.ranks)) < len(self.ranks):
+            raise ValueError(f"ranks is {list(self.ranks)}, which names one twice; name each once")
+        if self.warmup > self.start:
+            raise ValueError(
+                f"warmup is {self.warmup}, but only {self.start} cycles come before start; lower it, or raise start"
+            )
+        return self
 
 
 class EvaluateConfig(_Settings):
@@ -450,11 +492,17 @@ class RunConfig(_Settings):
     optimizers: dict[str, OptimizerConfig] = Field(default_factory=dict)
     training: TrainingConfig = TrainingConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    profile: ProfileConfig | None = None  # null: no trace
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         if not self.output.strip() and "output" in self.model_fields_set:
             raise ValueError(f"output is {self.output!r}; name a folder")
+        if self.profile is not None and self.profile.start + self.profile.cycles > self.num_cycles:
+            raise ValueError(
+                f"profile.start is {self.profile.start} and profile.cycles {self.profile.cycles}, but num_cycles is "
+                f"{self.num_cycles}: the run would end before the trace does; lower profile.start"
+            )
         self._check_pictures()
         self._check_family()
         if self.model.path != "random" and (self.model.width or self.model.num_layers):
@@ -489,16 +537,34 @@ class RunConfig(_Settings):
     def _check_family(self) -> None:
         """What only one kind of family has."""
         family, glyph = self.model.family, self.model.family == "glyph"
-        if glyph and (self.data.height or self.data.width or self.model.dtype != "float32"):
+        if glyph and (
+            self.data.height or self.data.width or self.data.conditions_cache or self.model.dtype != "float32"
+        ):
             raise ValueError(
-                "data.height, data.width and model.dtype do nothing with model.family glyph; leave them out"
+                "data.height, data.width, data.conditions_cache and model.dtype do nothing with model.family glyph; "
+                "leave them out"
+            )
+        if glyph and self.model.attention != "native":
+            raise ValueError(
+                f"model.attention is {self.model.attention!r}, but the family glyph has its own attention alone; leave "
+                "it out"
+            )
+        if family != "flux2" and self.model.embedded_guidance is not None:
+            raise ValueError(
+                f"model.embedded_guidance is {self.model.embedded_guidance:g}, but no network of the family {family} "
+                "reads one, only FLUX.2-dev's; leave it out"
             )
         if not glyph and self.model.path in ("shipped", "half_trained", "random"):
             raise ValueError(
                 f"model.path is {self.model.path!r}, which the family {family!r} does not have; give a diffusers folder"
             )
-        if not glyph and self.data.pictures is None and self.data.prompts == "glyphs":
-            raise ValueError(f"data.prompts is 'glyphs', captions of the family glyph; for {family} name a prompt file")
+        prompts = self.data.prompts
+        if not glyph and self.data.pictures is None and prompts == "glyphs":
+            raise ValueError(
+                f"data.prompts is 'glyphs', captions of the family glyph; for {family} name a prompt file or 'shipped'"
+            )
+        if glyph and prompts in ("shipped", "shipped_text"):
+            raise ValueError(f"data.prompts is {prompts!r}, but glyph reads captions of its own only; leave it out")
 
     def _check_pictures(self) -> None:
         """A folder of pictures is given where one is learnt from; those of glyph are drawn."""
@@ -526,16 +592,21 @@ class RunConfig(_Settings):
     def _check_rewarded(self) -> None:
         """Rewards are given where they are used, and groups fit the batch."""
         name, rollout = self.algorithm.name, self.rollout or RolloutConfig()
-        if name not in REWARDED:
-            if self.rewards or self.rollout is not None:
-                given = "rewards" if self.rewards else "rollout"
-                raise ValueError(f"{given} is set, but {name} learns from no reward, so it would do nothing")
-            return
-        if self.evaluate.shift is not None:
-            raise ValueError(f"evaluate.shift is of dmd2's student; for {name} set algorithm.shift")
         for reward in self.rewards:
             if not reward.isidentifier() or reward == "failed":
                 raise ValueError(f"rewards.{reward}: a reward's name is letters, digits and underscores, not 'failed'")
+        if name not in REWARDED:
+            if self.rollout is not None:
+                raise ValueError(f"rollout is set, but {name} learns from no reward, so it would do nothing")
+            for reward, settings in self.rewards.items():
+                if settings.optimised:
+                    raise ValueError(
+                        f"rewards.{reward}.weight is {settings.weight}, but {name} learns from no reward: set it to 0, "
+                        "and the reward scores the evaluation"
+                    )
+            return
+        if self.evaluate.shift is not None:
+            raise ValueError(f"evaluate.shift is of dmd2's student; for {name} set algorithm.shift")
         if not any(reward.optimised for reward in self.rewards.values()):
             raise ValueError(
                 f"rewards: {name} needs at least one reward with a weight that is not 0, for example "
@@ -566,10 +637,17 @@ class RunConfig(_Settings):
             )
 
     def identity(self) -> dict[str, Any]:
-        """What makes two runs the same run: everything but where it is written and how it is watched."""
-        values = self.model_dump(mode="json", exclude={"output", "overwrite"})
-        for name in ("log_every", "checkpoint_every", "keep_checkpoints", "tensorboard"):
+        """What makes two runs the same run: everything but where it is written, how it is watched, what share of the
+        work is done at a time and where, and its learning rates, which may be changed on the way."""
+        values = self.model_dump(mode="json", exclude={"output", "overwrite", "profile"})
+        for name in (
+            *("log_every", "checkpoint_every", "keep_checkpoints", "tensorboard"),
+            *("threads", "rollout_rows", "shard_ranks", "reshard"),
+        ):
             del values["training"][name]
+        for optimizer in values["optimizers"].values():
+            del optimizer["lr"], optimizer["warmup_steps"]
+        del values["data"]["conditions_cache"]
         if values["rollout"] is not None:
             del values["rollout"]["dump_every"]
         return values
@@ -585,7 +663,7 @@ TRAINED_ROLES: dict[str, tuple[str, ...]] = {
     "best_of_group": ("policy",),
     "dpo": ("policy",),
 }
-REWARDED = ("flow_grpo", "nft", "awm", "best_of_group", "dpo")  # algorithms that learn from rewards
+REWARDED = ("flow_grpo", "nft", "awm", "best_of_group", "dpo")  # learn from rewards; others are only scored by them
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -603,6 +681,20 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     return parse(values)
 
 
+def changed(config: RunConfig, overrides: Sequence[str], groups: Sequence[str]) -> RunConfig:
+    """A run with dotted overrides of some groups of settings.
+
+    Raises:
+        ValueError: an override is of another group, or as ``load_recipe``.
+    """
+    values = config.model_dump(mode="json", exclude_unset=True)
+    for override in overrides:
+        if override.partition("=")[0].strip().split(".")[0] not in groups:
+            raise ValueError(f"override {override!r}: only settings of {', '.join(groups)} can be changed here")
+        _apply(values, override)
+    return parse(values) if overrides else config
+
+
 def parse(values: Mapping[str, Any]) -> RunConfig:
     """A validated run from plain values.
 
@@ -612,9 +704,18 @@ def parse(values: Mapping[str, Any]) -> RunConfig:
     _check_plain(values, "")
     try:
         # Through JSON: strict types, but a YAML list may fill a tuple.
-        return RunConfig.model_validate_json(json.dumps(values))
+        return RunConfig.model_validate_json(json.dumps(_with_prompts(values)))
     except ValidationError as error:
         raise ValueError("; ".join(_explain(e, values) for e in error.errors())) from None
+
+
+def _with_prompts(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings, with shipped prompts where a family without captions of its own has no prompts and no pictures."""
+    model, data = values.get("model", {}), values.get("data", {})
+    if not isinstance(model, Mapping) or not isinstance(data, Mapping) or model.get("family", "glyph") == "glyph":
+        return values
+    has_texts = "prompts" in data or data.get("pictures") is not None
+    return values if has_texts else {**values, "data": {**data, "prompts": "shipped"}}
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sigmazero.metrics import adds_up
 from sigmazero.verdict import Term, Values, arms_of, interval, mean_of, terms_of
 
 MAX_SIGMAS = 12  # curves of one panel by timestep; of more, evenly spaced ones are drawn
@@ -82,12 +83,14 @@ def panels(rows: Rows, scores: Values) -> list[Panel]:
 
 
 def curves_of(rows: Rows) -> dict[str, list[tuple[float, float]]]:
-    """The finite values of each metric with their cycles, in one pass: a long run has many rows."""
+    """The finite values of each metric with their cycles, in one pass: a long run has many rows. Durations and counts
+    are those of one cycle."""
     curves: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
+        cycles = row.get("count/cycles") or 1
         for name, value in row.items():
             if isinstance(value, (int, float)) and math.isfinite(value):
-                curves.setdefault(name, []).append((row["cycle"], value))
+                curves.setdefault(name, []).append((row["cycle"], value / cycles if adds_up(name) else value))
     return curves
 
 
@@ -250,8 +253,9 @@ def _shade(share: float) -> str:
 
 def _seconds(curves: Curves) -> Panel:
     """The seconds of a cycle, and of the rollout and each phase in it."""
-    parts = sorted(n for n in curves if n.startswith("time/") and n not in ("time/cycle", "time/rollout"))
-    names = {"time/cycle": "whole cycle", "time/rollout": "rollout"} | {n: n.removeprefix("time/") for n in parts}
+    parts = sorted(n for n in curves if n.startswith("time/") and adds_up(n) and "/repeat_" not in n)
+    names = {"time/cycle": "whole cycle", "time/rollout": "rollout"}
+    names |= {n: n.removeprefix("time/") for n in parts if n not in names}
     return _panel("Seconds a cycle, whole and in parts", curves, names)
 
 

@@ -29,6 +29,8 @@ from sigmazero import glyphs, seeds
 from sigmazero.config import DataConfig
 from sigmazero.records import Prompt
 
+SHIPPED = ("shipped", "shipped_text")  # prompts for trying things out; the latter those that name a text in quotes
+_SHIPPED_FILE = Path(__file__).parent / "assets" / "prompts.txt"
 _KNOWN = ("prompt", "id", "weight", "metadata")
 _LARGEST_ID = 2**63 - 1  # ids go into int64 tensors
 _canonical = json.JSONEncoder(sort_keys=True, ensure_ascii=False, allow_nan=False).encode
@@ -99,17 +101,20 @@ class PromptFile:
     Where all weights are equal, every pass shows each prompt once, in an order of its own. Where they are not, each
     sample draws its prompt by weight, independently of all others.
 
+    Args:
+        path: of the file, or one of ``SHIPPED``.
     Raises:
         ValueError: there is no such file, or it holds no prompt, or a line of it is wrong; the message names the line.
     """
 
     def __init__(self, path: str | Path, seed: int) -> None:
-        self.path = Path(path)
+        self.path = _SHIPPED_FILE if path in SHIPPED else Path(path)
         if not self.path.is_file():
             raise ValueError(
-                f"data.prompts: there is no prompt file {path}; give 'glyphs' or a .txt, .jsonl, .csv or .parquet file"
+                f"data.prompts: there is no prompt file {path}; give 'glyphs', {', '.join(map(repr, SHIPPED))} or a "
+                ".txt, .jsonl, .csv or .parquet file"
             )
-        self._lines = _read(self.path)
+        self._lines = [line for line in _read(self.path) if path != "shipped_text" or '"' in line.prompt.text]
         content = [[line.prompt.id, line.prompt.text, line.weight, line.prompt.metadata] for line in self._lines]
         self.fingerprint = hashlib.sha256(_canonical(content).encode()).hexdigest()[:16]
         self._cumulative = _cumulative([line.weight for line in self._lines])

@@ -1,6 +1,7 @@
 """Fixed captions, seeds and noise: how well each arm reads, how far it is from real pictures, how much it varies.
 
-Every arm samples the same captions from the same noise. All metrics are those of the shipped reader (``reader.py``):
+Every arm samples the same captions from the same noise. The metrics of the glyph set are those of the shipped reader
+(``reader.py``); of other families there are rewards, ``diversity`` of pixels, and ``drift`` from the base's pictures:
 
 - ``read_accuracy``: share of pictures in which everything that the caption names (number, ink, paper) is read.
 - ``fd_feat``: Frechet distance of reader features to those of fresh real pictures. Real pictures give the floor: the
@@ -14,6 +15,8 @@ distance.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -80,14 +83,30 @@ class PromptEvaluator:
             )
             for i, prompt in enumerate(self.prompts[:count])
         ]  # fmt: skip
-        return decode(finite_samples(generate_in_parts(engine, requests, after)))
+        return decode(finite_samples(generate_in_parts(engine, requests, after))).cpu()
 
-    def score(self, pictures: Tensor) -> dict[str, Metric]:
-        """``diversity``: root mean square difference of pixels, in [0, 1], between pictures of one prompt."""
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the prompts and the seed: what arms of two runs must share to be compared."""
+        said = json.dumps([self.config.seed, [[prompt.text, dict(prompt.metadata)] for prompt in self.prompts]])
+        return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+    def score(self, pictures: Tensor, base: Tensor | None = None) -> dict[str, Metric]:
+        """Of pictures ``[n, 3, H, W]`` in [0, 1], in the order of the prompts.
+
+        ``diversity``: root mean square difference of pixels, in [0, 1], between pictures of one prompt. ``drift``: mean
+        absolute difference of channel means, channel deviations and saturation, each a mean over pictures, to those of
+        ``base``, pictures of the same prompts and noise; left out without them.
+        """
         rows = pictures.flatten(1).double().unflatten(0, (-1, self.config.samples_per_caption))
         spread = torch.stack([torch.pdist(row).mean() for row in rows]) / rows.shape[-1] ** 0.5
         picks = [self._resample(len(rows), i) for i in range(self.config.bootstrap)]
-        return {"diversity": _metric(spread.mean().item(), [spread[pick].mean().item() for pick in picks])}
+        found = {"diversity": _metric(spread.mean().item(), [spread[pick].mean().item() for pick in picks])}
+        if base is not None:
+            moved = (_look(pictures) - _look(base)).unflatten(0, (len(rows), -1)).mean(1)
+            draws = [moved[pick].mean(0).abs().mean().item() for pick in picks]
+            found["drift"] = _distance(moved.mean(0).abs().mean().item(), draws)
+        return found
 
     def rewards(self, values: Mapping[str, Tensor]) -> dict[str, Metric]:
         """Means of rewards over pictures of the captions, in the captions' order; nan: no value, left out."""
@@ -133,8 +152,8 @@ class Evaluator(PromptEvaluator):
         floor = Metric(float(np.mean(distances)), min(distances), max(distances))
         return {**self.score(pictures), "fd_feat": floor}
 
-    def score(self, pictures: Tensor) -> dict[str, Metric]:
-        """The metrics of pictures of the captions, in the captions' order."""
+    def score(self, pictures: Tensor, base: Tensor | None = None) -> dict[str, Metric]:
+        """The metrics of pictures of the captions, in the captions' order. Their drift is from real ones."""
         each, num = self.config.samples_per_caption, len(pictures) // self.config.samples_per_caption
         features = self._features(pictures)
         read = self._reader.read(features)

@@ -106,7 +106,8 @@ def contract(arm: Arm, metadata: Mapping[str, str], **about: Any) -> dict[str, A
     }  # fmt: skip
     if family in GUIDANCE:
         size = {side: int(metadata[side]) for side in ("height", "width")}
-        values["call"] = {"num_inference_steps": arm.num_steps, GUIDANCE[family]: arm.guidance, **size}
+        scale = float(metadata.get("embedded_guidance", arm.guidance))  # FLUX.2-dev's call is told what it embeds
+        values["call"] = {"num_inference_steps": arm.num_steps, GUIDANCE[family]: scale, **size}
         if family == "qwen_image" and arm.guidance != 1:
             values["call"]["negative_prompt"] = ""  # without one its pipeline does not guide
     return values

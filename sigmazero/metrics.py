@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+Reduction = Callable[[Sequence[float]], float]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _latest(values: Sequence[float]) -> float:
+    return values[-1]
+
+
+def _most_frequent(values: Sequence[float]) -> float:
+    return max(values, key=values.count)
+
+
+# How the values of several cycles become one, by name: the first that matches, else their mean.
+_REDUCTIONS: tuple[tuple[str, Reduction], ...] = (
+    (r"(train|memory)/.*_max", max),
+    (r"count/.*_total", _latest),
+    (r"time/.*_slowest_rank", _most_frequent),
+    (r"time/.*_(latency|samples_per_s|share|imbalance)", _mean),
+    (r"(time|count)/.*|memory/.*_bytes", sum),
+    (r"train/nonfinite_.*|train/.*_(skipped|empty)|reward/failed|reward_failed/.*|group/refilled", sum),
+)
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -27,9 +54,21 @@ def _row(line: str) -> dict[str, float] | None:
     return row if isinstance(row, dict) and isinstance(row.get("cycle"), int) else None
 
 
+@functools.cache
+def _reduction(name: str) -> Reduction:
+    whole = re.split("/(?:sigma|repeat)_", name)[0]
+    return next((reduce for pattern, reduce in _REDUCTIONS if re.fullmatch(pattern, whole, re.DOTALL)), _mean)
+
+
 def combined(name: str, values: Sequence[float]) -> float:
-    """Several values of a metric as one: their maximum where the name, without its sigma, says so, else their mean."""
-    return max(values) if name.partition("/sigma_")[0].endswith("_max") else sum(values) / len(values)
+    """Several values of a metric as one, as its name says: durations and counts add up, what ends in ``_max`` gives its
+    maximum, everything else its mean."""
+    return _reduction(name)(values)
+
+
+def adds_up(name: str) -> bool:
+    """Whether a row has the sum of a metric over its cycles, ``count/cycles`` many."""
+    return _reduction(name) is sum
 
 
 class MetricsLog:
@@ -61,7 +100,7 @@ class MetricsLog:
             self._pending.setdefault(name, []).append(value)
 
     def write(self, cycle: int) -> None:
-        """Logs what was added since the last row, at the count of cycles done: the mean, or the maximum of maxima."""
+        """Logs what was added since the last row, at the count of cycles done, combined by ``combined``."""
         row = {name: combined(name, values) for name, values in self._pending.items()}
         self._pending = {}
         self._file.write(json.dumps({"cycle": cycle, **row}) + "\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,29 @@ def quantized(pictures: Tensor) -> Tensor:
     return (pictures.float().clamp(0, 1) * 255).round().to(torch.uint8)
 
 
-def grid(pictures: Tensor, columns: int, scale: int = 1, gap: int = 0) -> Image.Image:
-    """uint8 ``[n, 3, H, W]`` as one picture, row by row, each enlarged ``scale`` times without smoothing."""
-    n, _, height, width = pictures.shape
-    rows = math.ceil(n / columns)
-    sheet = Image.new("RGB", (columns * (width * scale + gap) - gap, rows * (height * scale + gap) - gap), "white")
-    for i, picture in enumerate(pictures):
-        tile = Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy())
-        tile = tile.resize((width * scale, height * scale), Image.Resampling.NEAREST)
-        sheet.paste(tile, ((i % columns) * (width * scale + gap), (i // columns) * (height * scale + gap)))
+def grid(pictures: Tensor, columns: int) -> Image.Image:
+    """uint8 ``[n, 3, H, W]`` as one picture, row by row."""
+    tiles = [Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy()) for picture in pictures]
+    return contact_sheet(tiles, columns, gap=0)
+
+
+def thumbnail(image: Image.Image, side: int) -> Image.Image:
+    """A picture whose longer side is about ``side`` pixels: smaller ones are enlarged without smoothing."""
+    longest = max(image.size)
+    if longest <= side:
+        scale = side // longest
+        return image.resize((image.width * scale, image.height * scale), Image.Resampling.NEAREST)
+    width, height = (max(1, round(length * side / longest)) for length in image.size)
+    return image.resize((width, height), Image.Resampling.LANCZOS)
+
+
+def contact_sheet(tiles: Sequence[Image.Image], columns: int, gap: int = 4) -> Image.Image:
+    """Tiles of one size as one picture, row by row."""
+    width, height = tiles[0].size
+    rows = math.ceil(len(tiles) / columns)
+    sheet = Image.new("RGB", (columns * (width + gap) - gap, rows * (height + gap) - gap), "white")
+    for i, tile in enumerate(tiles):
+        sheet.paste(tile, ((i % columns) * (width + gap), (i // columns) * (height + gap)))
     return sheet
 
 

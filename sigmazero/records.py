@@ -7,7 +7,7 @@ Time: ``sigma`` runs from 1 (noise) to 0 (data). A schedule of N steps has N+1 s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -55,6 +55,9 @@ class Conditioning:
     def take(self, rows: Sequence[int]) -> Conditioning:
         index = torch.as_tensor(rows, dtype=torch.long)
         return Conditioning({name: value[index.to(value.device)] for name, value in self.fields.items()})
+
+    def to(self, device: torch.device) -> Conditioning:
+        return Conditioning({name: value.to(device) for name, value in self.fields.items()})
 
     @staticmethod
     def cat(parts: Sequence[Conditioning]) -> Conditioning:
@@ -114,6 +117,10 @@ class Trajectory:
             raise ValueError(f"latent {index} of sample {self.request.sample} did not come back: {self.latent_indices}")
         return self.latents[self.latent_indices.index(index)]
 
+    def on_host(self) -> Trajectory:
+        velocities = None if self.velocities is None else self.velocities.cpu()
+        return replace(self, latents=self.latents.cpu(), log_prob=self.log_prob.cpu(), velocities=velocities)
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -135,7 +142,7 @@ class Batch:
 
     fields: Mapping[str, Tensor]
     prompts: tuple[Prompt, ...]
-    condition: Conditioning | None = None  # None until the loop has encoded the prompts
+    condition: Conditioning | None = None  # None until a phase needs it
 
     def __len__(self) -> int:
         return len(self.fields["sample"])
@@ -144,6 +151,9 @@ class Batch:
         return self.fields[name]
 
     def take(self, rows: Sequence[int]) -> Batch:
+        """Some rows, copied; all of them as they are is the batch itself."""
+        if rows == range(len(self)):
+            return self
         index = torch.as_tensor(rows, dtype=torch.long)
         return Batch(
             {name: value[index] for name, value in self.fields.items()},
@@ -156,6 +166,13 @@ class Batch:
 
     def with_condition(self, condition: Conditioning) -> Batch:
         return Batch(self.fields, self.prompts, condition)
+
+
+def to_device(value: Tensor, device: torch.device) -> Tensor:
+    """A tensor on the device; one of the host gets to CUDA by way of pinned memory, and nobody waits for it."""
+    if value.device.type == "cpu" and device.type == "cuda":
+        return value.pin_memory().to(device, non_blocking=True)
+    return value.to(device)
 
 
 def rows_of(samples: Sequence[int], cycle: int) -> dict[str, Tensor]:

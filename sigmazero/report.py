@@ -37,7 +37,8 @@ METRICS = {
     "the real pictures (mean, lowest and highest of several draws) is the floor",
     "diversity": "mean distance in reader features between pictures of one caption; higher is more varied, and the "
     "value of the real pictures is the one to keep",
-    "drift": "mean difference from real pictures in channel means, contrast and saturation; lower is better",
+    "drift": "mean difference from real pictures, or where there are none from the base's, in channel means, contrast "
+    "and saturation; lower is better",
 }
 MAX_HISTORY = 8  # rows of pictures over training
 MAX_LABEL = 28  # characters of a curve's name in its plot
@@ -248,8 +249,7 @@ def _rl_subtitle(algorithm: Values, rewards: Values) -> str:
 
 def _columns(scored: Values, config: Values) -> list[tuple[str, str, str]]:
     """Of the table of scores: metric, what a reward is to the run, meaning."""
-    rl = is_rl(config.get("algorithm", {}))
-    terms = scored_terms(scored, config.get("rewards") or {}) if rl else []
+    terms = scored_terms(scored, config.get("rewards") or {})
     columns = [(f"reward/{term.name}", term.standing, term.meaning) for term in terms]
     return columns + [(name, "", meaning) for name, meaning in METRICS.items()]
 

@@ -59,6 +59,7 @@ def rollout(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     version: int = 0,
+    calls: int = 0,
 ) -> list[Trajectory]:
     """Samples a batch of requests; a row leaves when it stops, so the batch costs at most N network calls.
 
@@ -68,21 +69,25 @@ def rollout(
     Args:
         requests: rows that share ``batch_key``; each with its own schedule, plan and seed.
         condition: one row a request.
+        calls: network calls to make at least, with a row that counts for nothing where no other is left: ranks that
+            share a network make them together.
     Returns: one trajectory a request, in order.
     Raises:
         ValueError: the requests do not share a key, a schedule or a plan is invalid.
     """
     plans = _checked(requests)
-    num_steps = len(requests[0].sigmas) - 1
-    last = [num_steps - 1 if plan.stop is None else plan.stop for plan in plans]
+    last = [_last_step(request) for request in requests]
     sigmas = stack_sigmas([_stopped(r.sigmas, stop) for r, stop in zip(requests, last, strict=True)])
     velocity = padded(velocity)
     noise = _noise("initial_noise", requests, latent_shape, 0)
     x = (noise * column(sigmas[:, 0], noise)).to(device, dtype)
     rows = [_Row({0: latent}) for latent in x]
     live = list(range(len(requests)))
-    for i in range(max(last) + 1):
+    for i in range(max(num_calls(requests), calls)):
         stay = [j for j, b in enumerate(live) if last[b] >= i]
+        if not stay:
+            velocity(noise[:1].to(device, dtype), sigmas[:1, 0].to(device), condition.take([0]))
+            continue
         if len(stay) < len(live):
             x, live = x[stay], [live[j] for j in stay]
         v = velocity(x, sigmas[live, i].to(device), condition.take(live))
@@ -93,17 +98,34 @@ def rollout(
             if requests[b].debug:
                 rows[b].velocities.append(v[j])
     return [
-        Trajectory(
-            request=r,
-            latents=torch.stack([row.latents[k] for k in plan.ret]),
-            latent_indices=plan.ret,
-            sigmas=s[: end + 2],
-            log_prob=torch.stack(row.log_prob),
-            version=version,
-            velocities=torch.stack(row.velocities) if row.velocities else None,
-        )
-        for r, plan, row, s, end in zip(requests, plans, rows, sigmas, last, strict=True)
+        recorded(r, torch.stack([row.latents[k] for k in plan.ret]), torch.stack(row.log_prob), row.velocities, version)
+        for r, plan, row in zip(requests, plans, rows, strict=True)
     ]
+
+
+def recorded(
+    request: RolloutRequest, latents: Tensor, log_prob: Tensor, velocities: Sequence[Tensor], version: int
+) -> Trajectory:
+    """The trajectory of a request: what was sampled, with the indices and sigmas that its plan says."""
+    stop = _last_step(request)
+    return Trajectory(
+        request=request,
+        latents=latents,
+        latent_indices=checked_plan(request.plan, len(request.sigmas) - 1).ret,
+        sigmas=_stopped(request.sigmas, stop)[: stop + 2],
+        log_prob=log_prob,
+        version=version,
+        velocities=torch.stack(list(velocities)) if len(velocities) else None,
+    )
+
+
+def num_calls(requests: Sequence[RolloutRequest]) -> int:
+    """Network calls of a batch of requests."""
+    return max(map(_last_step, requests)) + 1
+
+
+def _last_step(request: RolloutRequest) -> int:
+    return len(request.sigmas) - 2 if request.plan.stop is None else request.plan.stop
 
 
 def _checked(requests: Sequence[RolloutRequest]) -> list[StepPlan]:

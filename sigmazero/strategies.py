@@ -115,6 +115,11 @@ def stop_at_random_step(samples_per_draw: int = 1) -> StepStrategy:
     return plan
 
 
+def every_exit(sample: int, num_steps: int, seed: int) -> StepPlan:
+    """A full rollout that returns every latent, so that each step can be an exit (DMD2)."""
+    return StepPlan(None, tuple(range(num_steps + 1)), num_steps - 1)
+
+
 def checked_plan(plan: object, num_steps: int) -> StepPlan:
     """The plan, if a rollout of ``num_steps`` steps can follow it.
 

@@ -36,7 +36,11 @@ COMMANDS: dict[str, set[str]] = {
     "tiny": {"--seed"},
     "export": {"--to", "--role", "--as"},
     "evaluate": set(),
-    "sample": {"--prompt", "--count", "--role", "--num-steps", "--guidance", "--seed", "--output"},
+    "compare": {"--sheet"},
+    "sample": {
+        *("--prompt", "--prompts", "--count", "--seed", "--steps", "--num-steps", "--shift", "--sigmas", "--guidance"),
+        *("--role", "--height", "--width", "--dtype", "--base", "--batch-size", "--output"),
+    },
 }
 
 
@@ -159,10 +163,10 @@ def test_a_finished_run_is_refused_and_run_again_with_overwrite(copied: Path, re
     ("override", "difference"),
     [
         ("algorithm.guidance=3.5", "algorithm.guidance was 2.0, is 3.5"),
-        ("optimizers.student.lr=0.5", "optimizers.student.lr was 0.01, is 0.5"),
+        ("optimizers.student.clip=0.5", "optimizers.student.clip was 1.0, is 0.5"),
         ("seed=1", "seed was 0, is 1"),
         ("roles.storage=lora", "roles.storage was 'copy', is 'lora'"),
-        ("training.threads=2", "training.threads was 1, is 2"),
+        ("training.device=cpu", "training.device was 'auto', is 'cpu'"),
     ],
 )
 def test_b52_other_settings_on_an_unfinished_run_are_refused_by_key(
@@ -273,10 +277,18 @@ def shown_roles(out: str) -> dict[str, list[str]]:
     return {row.split()[0]: row.split()[1:] for row in lines[header + 1 : lines.index("", header)]}
 
 
+def shown_phases(out: str) -> dict[str, list[float]]:
+    """What stays, what is its own and the peak of each phase in ``show``'s table, in MiB."""
+    lines = out.splitlines()
+    header = next(i for i, line in enumerate(lines) if line.startswith("phase "))
+    rows = lines[header + 1 : lines.index("", header)]
+    return {row[:20].strip(): [float(size.replace(",", "")) for size in row.split()[-3:]] for row in rows}
+
+
 def test_show_prints_settings_roles_and_memory_of_copies(
     recipe: Path, call: Call, weights: Path, tmp_path: Path
 ) -> None:
-    """Sizes against the weight file: student and fake score train all of it, four copies of fp32 each."""
+    """Sizes against the weight file: student and fake score train all of it, each with a gradient and two moments."""
     done = call("show", recipe, "algorithm.guidance=1.25")
     assert done.code == 0
     settings = json.loads(done.out[: done.out.index("\n}\n") + 3])
@@ -292,12 +304,19 @@ def test_show_prints_settings_roles_and_memory_of_copies(
         "student_ema": ["average", "copy", count, nothing],
     }
     mib = 4 * size / 2**20
-    assert [float(rows[r][4]) for r in rows] == pytest.approx([4 * mib, 0, 4 * mib, mib], abs=0.051)
-    memory = next(line for line in done.out.splitlines() if line.startswith("memory: "))
-    base, roles, activations, total = (float(n) for n in re.findall(r"([0-9.]+) MiB", memory))
-    assert (base, roles) == pytest.approx((mib, 9 * mib), abs=0.051)
-    assert activations > 0.1
-    assert total == pytest.approx(base + roles + activations, abs=0.21)
+    sizes = {role: [float(size) for size in row[4:]] for role, row in rows.items()}  # weights, gradients, moments
+    assert sizes["student"] == sizes["fake_score"] == pytest.approx([mib, mib, 2 * mib], abs=0.051)
+    assert sizes["student_ema"] == pytest.approx([mib, 0, 0], abs=0.051)
+    assert sizes["teacher"] == [0, 0, 0]
+    phases = shown_phases(done.out)
+    assert {"evaluation", "rollout", "score", "student", "student step", "fake_score"} <= phases.keys()
+    for stays, own, peak in phases.values():
+        assert stays == pytest.approx(8 * mib, abs=0.11)  # base, three copies, two pairs of moments
+        assert peak == pytest.approx(stays + own, abs=0.11)
+    assert phases["student step"][1] >= mib - 0.051  # its gradients
+    largest = max(phases, key=lambda name: phases[name][2])
+    need = f"needs about {phases[largest][2]} MiB at its peak (phase {largest}), this machine has "
+    assert done.out.splitlines()[-1].startswith(need)
     assert not (tmp_path / "run").exists()
 
 
@@ -327,7 +346,7 @@ def test_sample_writes_pictures_with_their_settings(finished: Path, call: Call, 
     assert sorted(p.name for p in (tmp_path / "six").iterdir()) == [*names, "sheet.png"]
     found = [settings_of(tmp_path / "six" / name) for name in names]
     assert [(s["prompt"], s["seed"]) for s in found] == [(p, seed) for p in prompts for seed in (5, 6, 7)]
-    assert all((s["cycle"], s["arm"]["role"], s["arm"]["num_steps"]) == (4, "student_ema", 3) for s in found)
+    assert all((s["cycle"], s["role"], s["steps"], s["source"]) == (4, "student_ema", 3, "run") for s in found)
     assert all(s["sigmas"][0] == 1 and s["sigmas"][-1] == 0 and len(s["sigmas"]) == 4 for s in found)
     pictures = [pixels(tmp_path / "six" / name) for name in names]
     assert {p.shape for p in pictures} == {(16, 16, 3)}
@@ -355,8 +374,8 @@ def test_sample_takes_role_steps_and_guidance(finished: Path, call: Call, tmp_pa
     ):
         out = tmp_path / str(i)
         assert call("sample", finished, *prompt, *options, "--output", out).code == 0
-        arm = settings_of(out / "00000.png")["arm"]
-        assert (arm["role"], arm["num_steps"], arm["guidance"]) == wanted
+        said = settings_of(out / "00000.png")
+        assert (said["role"], said["steps"], said["guidance"]) == wanted
         pictures.append(pixels(out / "00000.png").tobytes())
     assert len(set(pictures)) == 4
 

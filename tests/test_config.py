@@ -243,9 +243,15 @@ def test_options_that_are_not_built_are_refused_by_name(path: Path, override: st
         "training.checkpoint_every=1",
         "training.keep_checkpoints=9",
         "training.tensorboard=false",
+        "training.threads=3",
+        "training.rollout_rows=7",
+        "training.shard_ranks=2",
+        "training.reshard=false",
+        "optimizers.student.lr=0.5",
+        "optimizers.student.warmup_steps=1",
     ],
 )
-def test_identity_ignores_where_a_run_is_written_and_how_it_is_watched(path: Path, override: str) -> None:
+def test_identity_ignores_where_a_run_is_written_how_it_is_watched_and_its_rates(path: Path, override: str) -> None:
     plain, other = load(path), load(path, RECIPE, override)
     assert plain != other
     assert plain.identity() == other.identity()
@@ -260,6 +266,8 @@ def test_identity_ignores_where_a_run_is_written_and_how_it_is_watched(path: Pat
         "algorithm.num_steps=2",
         "algorithm.score_sigma.low=0.1",
         "optimizers.student.micro_batch=4",
+        "optimizers.student.decay=cosine",
+        "optimizers.student.clip=0.5",
         "roles.storage=lora",
         "model.path=random",
     ],
@@ -307,6 +315,11 @@ def test_b15_interpolation_is_refused_in_an_override(path: Path, value: str) -> 
             ["algorithm.exit_step=shared", "algorithm.step_strategy=a.py:b", "plugins=[a.py:b]"],
             "draws the exits itself",
         ),
+        (
+            ["algorithm.exit_step=all", "algorithm.step_strategy=a.py:b", "plugins=[a.py:b]"],
+            "exit_step is 'all', but step_strategy 'a.py:b' draws the exits itself",
+        ),
+        (["algorithm.exit_step=all", "algorithm.num_steps=1"], "num_steps 1 has one exit; set 'per_sample'"),
         (["output=' '"], "name a folder"),
         (["algorithm.shift=1e308"], "algorithm.shift is 1e+308"),
         (["data.batch_size=1000000000000"], "data.batch_size is 1000000000000"),
@@ -330,6 +343,7 @@ def test_b15_flow_matching_refuses_prompts_and_a_shift_that_it_would_not_use(pat
     assert "set algorithm.shift" in refusal(path, text, "evaluate.shift=2.0")
 
 
+DMD2 = {"algorithm": {"name": "dmd2"}, "optimizers": {"student": {}, "fake_score": {}}}
 REWARDED = {"algorithm": {"name": "flow_grpo"}, "optimizers": {"policy": {}}}
 
 
@@ -358,7 +372,8 @@ REWARDED = {"algorithm": {"name": "flow_grpo"}, "optimizers": {"policy": {}}}
         ({"algorithm": {"name": "flow_grpo", "updates": 99}}, "algorithm.updates is 99, and a rollout has 32 rows"),
         ({"algorithm": {"name": "dpo", "updates": 5}}, "algorithm.updates is 5, and a rollout has 4 rows for dpo"),
         ({"algorithm": {"name": "flow_grpo", "kl_form": "flow_grpo"}}, "does nothing with kl_weight 0.0"),
-        ({"algorithm": {"name": "dmd2"}, "optimizers": {"student": {}, "fake_score": {}}}, "rewards is set, but dmd2"),
+        ({**DMD2}, "rewards.ocr.weight is 1.0, but dmd2 learns from no reward: set it to 0"),
+        ({**DMD2, "rewards": {}, "rollout": {}}, "rollout is set, but dmd2 learns from no reward"),
     ],
 )
 def test_b15_rewards_and_rollouts_that_cannot_be_are_refused(changes: dict[str, object], complaint: str) -> None:

@@ -18,7 +18,7 @@ import torch
 from pyarrow import parquet
 
 from sigmazero import glyphs, seeds
-from sigmazero.config import DataConfig
+from sigmazero.config import DataConfig, parse
 from sigmazero.data import GlyphCaptions, PromptFile, glyph_prompt, open_prompts
 from sigmazero.launch.local import build
 from sigmazero.models import glyph
@@ -166,6 +166,44 @@ def test_recipes_open_the_stream_that_they_name(tmp_path: Path) -> None:
     path = prompt_file(tmp_path, LINES).path
     assert isinstance(open_prompts(DataConfig(prompts=str(path)), 0), PromptFile)
     assert open_prompts(DataConfig(), 3).prompts([5]) == GlyphCaptions("train", 3).prompts([5])
+
+
+def resolved(family: str = "sd3", **data: Any) -> DataConfig:
+    """The data of a run that names a family and little else."""
+    model = {"family": family, "path": "shipped" if family == "glyph" else "folder"}
+    run = {"algorithm": {"name": "dmd2"}, "optimizers": {"student": {}, "fake_score": {}}}
+    return parse({**run, "model": model, **({"data": data} if data else {})}).data
+
+
+def test_shipped_prompts_are_the_default_where_a_family_has_no_captions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From any working folder; one's own file, and the captions of glyph, stay what they were."""
+    monkeypatch.chdir(tmp_path)
+    assert [resolved(family).prompts for family in ("sd3", "flux2", "qwen_image")] == ["shipped"] * 3
+    assert resolved(batch_size=4).prompts == "shipped"
+    assert resolved(prompts="mine.txt").prompts == "mine.txt"
+    assert resolved("glyph").prompts == "glyphs"
+    stream, quoted = open_prompts(resolved(), 0), open_prompts(DataConfig(prompts="shipped_text"), 0)
+    assert isinstance(stream, PromptFile)
+    assert isinstance(quoted, PromptFile)
+    assert len({prompt.text for prompt in stream.all()}) == 30
+    assert quoted.all() == [prompt for prompt in stream.all() if prompt.text.count('"') == 2]
+    assert {prompt.text for prompt in quoted.prompts(range(10))} == {prompt.text for prompt in quoted.all()}
+    assert stream.fingerprint != quoted.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("family", "prompts", "complaint"),
+    [
+        ("qwen_image", "glyphs", "data.prompts is 'glyphs', captions of the family glyph; for qwen_image name"),
+        ("glyph", "shipped_text", "data.prompts is 'shipped_text', but glyph reads captions of its own only"),
+        ("sd3", None, "data.prompts is None: input should be a valid string"),
+    ],
+)
+def test_prompts_of_another_family_are_refused(family: str, prompts: str | None, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        resolved(family, prompts=prompts)
 
 
 @pytest.mark.parametrize("split", glyphs.SPLITS)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sigmazero.metrics import MetricsLog, read_metrics
+from sigmazero.metrics import MetricsLog, adds_up, read_metrics
 
 Row = dict[str, float]
 
@@ -44,6 +44,46 @@ def test_a_row_is_the_mean_of_what_was_added_since_the_last(tmp_path: Path) -> N
         {"cycle": 4, "fake": 5.0},
         {"cycle": 5},
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "wanted"),
+    [
+        ("time/student", [1.0, 2.0, 4.0], 7.0),
+        ("time/fake_score/repeat_1", [1.0, 2.0], 3.0),
+        ("time/cycle_latency", [1.0, 2.0, 6.0], 3.0),
+        ("time/student_samples_per_s", [10.0, 20.0], 15.0),
+        ("time/cycle_outside_share", [0.1, 0.3], 0.2),
+        ("time/student_imbalance", [1.0, 1.5], 1.25),
+        ("time/student_slowest_rank", [3.0, 0.0, 3.0], 3.0),
+        ("count/cycles", [1.0, 1.0], 2.0),
+        ("count/samples", [6.0, 8.0], 14.0),
+        ("count/samples_total", [6.0, 14.0], 14.0),
+        ("memory/student_moved_bytes", [6.0, 8.0], 14.0),
+        ("memory/student_bytes_max", [9.0, 8.0], 9.0),
+        ("train/policy_skipped", [1.0, 2.0], 3.0),
+        ("train/policy_empty", [1.0, 1.0], 2.0),
+        ("train/nonfinite_policy_loss", [4.0, 1.0], 5.0),
+        ("reward/failed", [0.0, 2.0, 1.0], 3.0),
+        ("reward_failed/ocr", [2.0, 1.0], 3.0),
+        ("group/refilled", [1.0, 2.0], 3.0),
+        ("train/policy_ratio_deviation_max/sigma_0.500", [0.1, 0.4, 0.1], 0.4),
+        ("train/fake_score_loss/repeat_0", [1.0, 2.0], 1.5),
+        ("train/policy_grad_norm", [1.0, 2.0], 1.5),
+        ("reward/climax_max", [1.0, 3.0], 2.0),  # a reward's name says nothing
+        ("evaluate/student@2/read_accuracy", [0.5], 0.5),
+    ],
+)
+def test_durations_and_counts_add_up_and_losses_and_ratios_are_averaged(
+    tmp_path: Path, name: str, values: list[float], wanted: float
+) -> None:
+    with MetricsLog(tmp_path, 0, False) as metrics:
+        for value in values:
+            metrics.add({name: value})
+        metrics.write(len(values))
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert row[name] == pytest.approx(wanted)
+    assert adds_up(name) == (sum(values) == row[name] and len(values) > 1)
 
 
 def test_b72_rows_are_on_disk_when_they_are_written(tmp_path: Path) -> None:

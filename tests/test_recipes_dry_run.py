@@ -18,6 +18,7 @@ from PIL import Image
 
 from sigmazero import cli
 from sigmazero.config import RunConfig, load_recipe
+from sigmazero.data import SHIPPED, PromptFile
 from sigmazero.launch import judge, local
 from sigmazero.launch.tiny import write_tiny
 from sigmazero.schedule import sigma_grid
@@ -102,7 +103,7 @@ def test_the_header_says_what_a_user_must_know(recipe: Path) -> None:
         assert isinstance(load_recipe(recipe, arguments[1:]), RunConfig)
     config = load_recipe(recipe)
     assert (config.model.dtype, config.roles.storage) == ("bfloat16", "lora")
-    assert config.data.pictures or (ROOT / config.data.prompts).is_file()  # pictures are the user's own
+    assert config.data.pictures or config.data.prompts in SHIPPED  # pictures are the user's own
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_b42_students_have_the_grid_that_the_recipe_names(name: str, expected: l
 
 def test_prompts_for_ocr_are_those_with_a_text() -> None:
     """Thirty plain ones are the default; ten of them ask for a text."""
-    every, text = ((ROOT / "recipes" / name).read_text().splitlines() for name in ("prompts.txt", "prompts_text.txt"))
+    every, text = ([prompt.text for prompt in PromptFile(name, 0).all()] for name in SHIPPED)
     assert len(set(every)) == len(every) == 30
     assert text == [line for line in every if re.search('"[^"]+"', line)]
     assert len(text) == 10

@@ -514,6 +514,23 @@ def test_panels_leave_out_what_is_missing_and_what_is_not_finite() -> None:
     assert seconds.series[0].values.tolist() == [1, 2]
 
 
+def test_rows_of_unlike_length_are_compared_a_cycle_and_repeats_have_no_panel_of_their_own() -> None:
+    rows = [
+        {"cycle": 4, "count/cycles": 4, "time/cycle": 8.0, "train/fake_score_loss": 3.0, "reward/failed": 2},
+        {"cycle": 5, "count/cycles": 1, "time/cycle": 3.0, "train/fake_score_loss": 5.0, "reward/failed": 0},
+    ]
+    for row in rows:
+        row |= {"time/fake_score": 1.0, "time/fake_score/repeat_0": 1.0, "train/fake_score_loss/repeat_0": 7.0}
+        row |= {"time/fake_score_samples_per_s": 9.0, "time/cycle_latency": 2.0}
+    curves = curves_of(rows)
+    assert curves["time/cycle"] == [(4, 2.0), (5, 3.0)]
+    assert curves["reward/failed"] == [(4, 0.5), (5, 0.0)]
+    assert curves["train/fake_score_loss"] == [(4, 3.0), (5, 5.0)]
+    assert [panel.title for panel in panels(rows, {})] == ["Loss, fake score", "Seconds a cycle"]
+    (seconds,) = [panel for title, panel in rl_titles(rows).items() if title.startswith("Seconds")]
+    assert [series.label for series in seconds.series] == ["whole cycle", "fake_score"]
+
+
 def test_panels_compare_the_student_with_the_teacher() -> None:
     found = {panel.title: panel for panel in panels(dmd2_rows(20), distilled())}
     read = found["Captions read (read_accuracy)"]

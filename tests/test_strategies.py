@@ -9,6 +9,7 @@ from sigmazero.strategies import (
     all_but_last,
     checked_plan,
     epoch_global_random_choice,
+    every_exit,
     moving_window,
     ode_and_return_last,
     sde_window,
@@ -23,6 +24,7 @@ STRATEGIES = {
     "ode_and_return_last": ode_and_return_last,
     "stop_at_random_step": stop_at_random_step(),
     "all_but_last": all_but_last,
+    "every_exit": every_exit,
     "moving_window": moving_window(2, 1, 8, 5),
     "shared_draw": shared_draw(sde_window(2, 1, 8), 4),
 }

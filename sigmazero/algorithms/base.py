@@ -7,7 +7,7 @@ sum of ``weight`` as denominator. An algorithm knows no model, no engine and no 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
@@ -19,7 +19,11 @@ from sigmazero.records import Batch, Prompt, RolloutRequest, Scores, Trajectory
 
 Term = Callable[[Roles, Batch], Mapping[str, Tensor]]
 """Outputs ``[b, ...]``, a row each. ``loss`` [b] is back-propagated; names in ``Phase.writes`` become fields for later
-phases; every other ``[b]`` output is logged as its weighted mean, or as its maximum if its name ends in ``_max``."""
+phases; every other ``[b]`` output is logged as its weighted mean, or as its maximum if its name ends in ``_max``. Any
+other output is released with the graph, right after the term's backward.
+
+A term sees floats on the device, and whatever is not of floats (ids, versions, numbers of steps) on the host, where
+seeds read it. It does not wait for the device: no ``item()``, ``float()`` or ``tolist()`` of what is there."""
 
 
 RowSets = Callable[[int, int], Sequence[Sequence[int]]]  # (rows, cycle) -> the rows of each optimizer step
@@ -48,6 +52,8 @@ class Phase:
 
     With ``step_fields`` a row stands for T items, one a step: these fields are ``[b, T, ...]``, and terms see them as
     ``[items, ...]`` beside the row's other fields, as many steps of as many rows in one call as the micro-batch holds.
+    A feed need not have all of them. In ``chains`` are fields ``[b, T + 1, ...]``, with the two names that step t sees
+    its items t and t + 1 by: ``{"latents": ("x", "y")}``.
     """
 
     name: str
@@ -58,6 +64,7 @@ class Phase:
     every: int = 1  # it is due in cycles divisible by this
     rows: RowSets = all_rows
     step_fields: tuple[str, ...] = ()
+    chains: Mapping[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
     by_sigma: tuple[str, ...] = ()  # outputs that are also logged for each value of the feed's field "sigma"
     shared: tuple[str, ...] = ()  # outputs that are logged under their own name, without the phase's
 

@@ -7,6 +7,8 @@ Loss -> roles updated -> data needed:
 The student rolls out from noise to a drawn exit step; that rollout is the sampler's, like any other. Only the exit step
 is computed again, with a gradient: a compute-only phase turns teacher and fake score into a gradient on the sample, the
 student phase sends it back. One graph of one role exists at a time.
+
+With ``exit_step: all`` a rollout takes every step, and each of them is a row: its input, and what it predicts there.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from sigmazero.algorithms.losses import distribution_gradient, surrogate_loss, v
 from sigmazero.config import DMD2Config, RunConfig, SigmaConfig
 from sigmazero.models.roles import RoleKind, Roles
 from sigmazero.plugins import load_plugin
-from sigmazero.records import Batch, Prompt, RolloutRequest, Scores, StepPlan, Trajectory, rows_of
+from sigmazero.records import Batch, Prompt, RolloutRequest, Scores, StepPlan, Trajectory, rows_of, to_device
 from sigmazero.schedule import add_noise, score_sigma, sigma_grid, x0_from_velocity
-from sigmazero.strategies import StepStrategy, checked_plan, stop_at_random_step
+from sigmazero.strategies import StepStrategy, checked_plan, every_exit, stop_at_random_step
 
 TRANSITIONS: dict[str, tuple[Literal["cps", "ode"], float]] = {"renoise": ("cps", 1.0), "euler": ("ode", 0.0)}
 
@@ -81,9 +83,12 @@ class DMD2:
         sigmas, (kind, eta) = sigma_grid(c.num_steps, c.shift), TRANSITIONS[c.transition]
         plans = [self.plan(sample) for sample in samples]
         return [
-            RolloutRequest(sample, cycle, prompt, self.policy, sigmas, kind, eta, 1.0, self.seed, plan)
+            RolloutRequest(
+                sample, cycle, prompt, self.policy, sigmas, kind, eta, 1.0, self.seed, plan,
+                debug=self.config.exit_step == "all",
+            )
             for sample, prompt, plan in zip(samples, prompts, plans, strict=True)
-        ]
+        ]  # fmt: skip
 
     def plan(self, sample: int) -> StepPlan:
         """The step plan of a sample.
@@ -103,21 +108,34 @@ class DMD2:
     def feeds(
         self, trajectories: Sequence[Trajectory], scores: Scores | None, pictures: Batch | None, cycle: int
     ) -> dict[str, Batch]:
-        """Input and prediction of each sample's exit step, with the sigma it was sampled at."""
-        exits = [t.latent_indices[-1] - 1 for t in trajectories]
-        rows = rows_of([t.request.sample for t in trajectories], cycle) | {
-            "x": torch.stack([t.latent(i) for t, i in zip(trajectories, exits, strict=True)]),
-            "x0": torch.stack([t.latent(i + 1) for t, i in zip(trajectories, exits, strict=True)]),
-            "sigma": torch.stack([t.sigmas[i] for t, i in zip(trajectories, exits, strict=True)]),
-        }
-        return {"rollout": Batch(rows, tuple(t.request.prompt for t in trajectories))}
+        """Input and prediction of each exit step, with the sigma it was sampled at: one row a sample, or N.
+
+        ``step`` keeps the draws of a sample's rows apart.
+        """
+        exits = [self._exits(t) for t in trajectories]
+        rows = [t.request for t, own in zip(trajectories, exits, strict=True) for _ in range(len(own["step"]))]
+        fields = rows_of([request.sample for request in rows], cycle)
+        fields |= {name: torch.cat([own[name] for own in exits]) for name in ("x", "x0", "sigma", "step")}
+        return {"rollout": Batch(fields, tuple(request.prompt for request in rows))}
+
+    def _exits(self, t: Trajectory) -> dict[str, Tensor]:
+        """A sample's rows: its one exit, or every step with what the student predicted there."""
+        if self.config.exit_step == "all":
+            assert t.velocities is not None
+            x, sigmas = t.latents[:-1], t.sigmas[:-1]
+            x0 = x0_from_velocity(x, t.velocities, to_device(sigmas, x.device))
+            return {"x": x, "x0": x0, "sigma": sigmas, "step": torch.arange(len(x))}
+        i = t.latent_indices[-1] - 1
+        x, x0, sigma = t.latent(i)[None], t.latent(i + 1)[None], t.sigmas[i : i + 1]
+        return {"x": x, "x0": x0, "sigma": sigma, "step": torch.zeros(1, dtype=torch.long)}
 
     def _noised(self, batch: Batch, settings: SigmaConfig, stream: str) -> tuple[Tensor, Tensor, Tensor]:
         """The student's samples at a drawn sigma: ``(x_s, eps, sigma)``."""
-        x, samples, cycles = batch["x0"], batch["sample"].tolist(), batch["cycle"].tolist()
-        u = seeds.uniform(self.seed, f"{stream}_sigma", samples, cycles)
-        sigma = score_sigma(u, settings.distribution, settings.shift, settings.low, settings.high).to(x.device)
-        eps = seeds.normal(self.seed, f"{stream}_noise", samples, x.shape[1:], cycles).to(x.device)
+        x, (samples, cycles, steps) = batch["x0"], (batch[name].tolist() for name in ("sample", "cycle", "step"))
+        u = seeds.uniform(self.seed, f"{stream}_sigma", samples, cycles, steps)
+        sigma = score_sigma(u, settings.distribution, settings.shift, settings.low, settings.high)
+        eps = seeds.normal(self.seed, f"{stream}_noise", samples, x.shape[1:], cycles, steps)
+        sigma, eps = to_device(sigma, x.device), to_device(eps, x.device)
         return add_noise(x, eps, sigma), eps, sigma
 
     def _score(self, roles: Roles, batch: Batch) -> Mapping[str, Tensor]:
@@ -152,7 +170,9 @@ def build(config: RunConfig) -> Algorithm:
     """
     assert isinstance(config.algorithm, DMD2Config)
     settings = config.algorithm
-    if settings.step_strategy == "stop_at_random_step":
+    if settings.exit_step == "all":
+        strategy = every_exit
+    elif settings.step_strategy == "stop_at_random_step":
         strategy = stop_at_random_step(config.data.batch_size if settings.exit_step == "shared" else 1)
     else:
         strategy = _user_strategy(settings.step_strategy, config.plugins)

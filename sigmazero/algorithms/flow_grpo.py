@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from sigmazero.algorithms.losses import clipped_loss, guard_log_ratio
 from sigmazero.config import FlowGRPOConfig, RolloutConfig, RunConfig
 from sigmazero.models.roles import RoleKind, Roles
 from sigmazero.plugins import load_plugin
-from sigmazero.records import Batch, Prompt, RolloutRequest, Scores, StepPlan, Trajectory, rows_of
+from sigmazero.records import Batch, Prompt, RolloutRequest, Scores, StepPlan, Trajectory, rows_of, to_device
 from sigmazero.schedule import sigma_grid
 from sigmazero.strategies import (
     StepStrategy,
@@ -44,6 +44,7 @@ from sigmazero.strategies import (
 )
 
 STEP_FIELDS = ("x", "y", "sigma", "sigma_next", "log_prob")
+CHAINS = {"latents": ("x", "y")}  # of windows whose steps are neighbours, instead of x and y
 GAPS = ("log_prob_mean_abs_diff", "log_prob_abs_diff_max")
 
 
@@ -67,19 +68,23 @@ class FlowGRPO:
         c, found = self.config, list[Phase]()
         if c.kl_every:
             calls = ("policy", "reference")
-            found.append(Phase("kl", {"rollout": self._measure_kl}, calls, every=c.kl_every, step_fields=STEP_FIELDS))
+            found.append(
+                Phase(
+                    "kl", {"rollout": self._measure_kl}, calls, every=c.kl_every, step_fields=STEP_FIELDS, chains=CHAINS
+                )
+            )
         if self._recomputes_old:
             found.append(
                 Phase(
                     "old", {"rollout": self._score_again}, ("policy",), writes=self._old_fields,
-                    step_fields=STEP_FIELDS, by_sigma=GAPS[:1], shared=GAPS,
+                    step_fields=STEP_FIELDS, chains=CHAINS, by_sigma=GAPS[:1], shared=GAPS,
                 )
             )  # fmt: skip
         found.append(
             Phase(
                 "policy", {"rollout": self._improve}, ("policy", "reference")[: 2 if c.kl_weight else 1], ("policy",),
                 rows=dealt_rows(self.seed, c.updates, c.epochs), step_fields=(*STEP_FIELDS, *self._old_fields),
-                by_sigma=("ratio_deviation", "clip_fraction", GAPS[0]), shared=GAPS,
+                chains=CHAINS, by_sigma=("ratio_deviation", "clip_fraction", GAPS[0]), shared=GAPS,
             )
         )  # fmt: skip
         return found
@@ -184,8 +189,7 @@ class FlowGRPO:
             "advantage": advantage,
             "version": torch.tensor([t.version for t in trajectories]),
             "guard": torch.stack([t.request.sigmas[1] for t in trajectories]),
-            "x": torch.stack([torch.stack([t.latent(i) for i in own]) for t, own in pairs]),
-            "y": torch.stack([torch.stack([t.latent(i + 1) for i in own]) for t, own in pairs]),
+            **_latents(pairs),
             "sigma": torch.stack([t.sigmas[own] for t, own in pairs]),
             "sigma_next": torch.stack([t.sigmas[[i + 1 for i in own]] for t, own in pairs]),
             "log_prob": torch.stack([t.log_prob[own] for t, own in pairs]),
@@ -215,10 +219,12 @@ class FlowGRPO:
                     "and algorithm.steps gives others; set it to what it was, or make another rollout"
                 )
 
-    def _moments(self, roles: Roles, role: str, batch: Batch) -> tuple[Tensor, Tensor]:
-        c = self.config
+    def _velocity(self, roles: Roles, role: str, batch: Batch) -> Tensor:
         assert batch.condition is not None
-        v = roles.velocity(role, c.guidance)(batch["x"], batch["sigma"], batch.condition)
+        return roles.velocity(role, self.config.guidance)(batch["x"], batch["sigma"], batch.condition)
+
+    def _moments(self, batch: Batch, v: Tensor) -> tuple[Tensor, Tensor]:
+        c = self.config
         return transition.moments(c.kind, c.eta, batch["x"], v, batch["sigma"], batch["sigma_next"], batch["guard"])
 
     def _log_prob(self, y: Tensor, mean: Tensor, std: Tensor) -> Tensor:
@@ -227,7 +233,7 @@ class FlowGRPO:
 
     def _gaps(self, roles: Roles, batch: Batch, mean: Tensor, std: Tensor) -> dict[str, Tensor]:
         """How far the trainer's log-probs are from the engine's; nothing once the policy is another than sampled."""
-        if bool((batch["version"] != roles.versions["policy"]).any()):
+        if set(batch["version"].tolist()) != {roles.versions["policy"]}:
             return {}
         gap = (transition.log_prob(batch["y"], mean.detach(), std) - batch["log_prob"]).abs()
         return dict.fromkeys(GAPS, gap)
@@ -237,23 +243,24 @@ class FlowGRPO:
 
         A replayed rollout is of another policy, whose recorded log-probs stay.
         """
-        mean, std = self._moments(roles, "policy", batch)
-        fresh = batch["version"] == roles.versions["policy"]
+        mean, std = self._moments(batch, self._velocity(roles, "policy", batch))
+        fresh = to_device(batch["version"] == roles.versions["policy"], mean.device)
         old = torch.where(fresh, self._log_prob(batch["y"], mean, std), batch["log_prob"])
         kept = {"old_log_prob": old, "old_mean": mean}
         return {name: kept[name] for name in self._old_fields} | self._gaps(roles, batch, mean, std)
 
     def _measure_kl(self, roles: Roles, batch: Batch) -> Mapping[str, Tensor]:
         """KL to the start, a transition: over all elements in nats, and their mean."""
-        mean, std = self._moments(roles, "policy", batch)
-        reference, _ = self._moments(roles, "reference", batch)
+        mean, std = self._moments(batch, self._velocity(roles, "policy", batch))
+        reference, _ = self._moments(batch, self._velocity(roles, "reference", batch))
         kl = transition.gaussian_kl(mean, reference, std)
         return {"mean": kl, "nats": kl * batch["x"][0].numel()}
 
     def _improve(self, roles: Roles, batch: Batch) -> Mapping[str, Tensor]:
         """The clipped policy gradient of a transition."""
         c = self.config
-        mean, std = self._moments(roles, "policy", batch)
+        v = self._velocity(roles, "policy", batch)
+        mean, std = self._moments(batch, v)
         log_ratio = self._log_ratio(roles, batch, mean, std)
         loss, clipped = clipped_loss(batch["advantage"], log_ratio, c.clip)
         if c.ratio == "guard":
@@ -266,7 +273,7 @@ class FlowGRPO:
             loss, out["kl_penalty"] = loss + c.kl_weight * penalty, penalty.detach()
         if not self._recomputes_old:
             out |= self._gaps(roles, batch, mean, std)
-        return out | {"loss": loss}
+        return out | {"loss": loss, "velocity": v.detach(), "mean": mean.detach()}
 
     def _log_ratio(self, roles: Roles, batch: Batch, mean: Tensor, std: Tensor) -> Tensor:
         """Of new to old. A rollout's only update is exactly on-policy: its old value is the new one, held fixed."""
@@ -278,16 +285,28 @@ class FlowGRPO:
         if self._recomputes_old:
             return new - batch["old_log_prob"]
         on_policy = (batch["version"] == roles.versions["policy"]) & (c.updates * c.epochs == 1)
-        return new - torch.where(on_policy, new.detach(), batch["log_prob"])
+        return new - torch.where(to_device(on_policy, new.device), new.detach(), batch["log_prob"])
 
     def _penalty(self, roles: Roles, batch: Batch, mean: Tensor, std: Tensor) -> Tensor:
         """KL to the start. "As flow_grpo" leaves ``|dt|`` out of the variance of sde and dance, as its code does."""
         with torch.no_grad():
-            reference, _ = self._moments(roles, "reference", batch)
+            reference, _ = self._moments(batch, self._velocity(roles, "reference", batch))
         kl = transition.gaussian_kl(mean, reference, std)
         if self.config.kl_form == "flow_grpo" and self.config.kind in ("sde", "dance"):
             return kl * (batch["sigma"] - batch["sigma_next"])
         return kl
+
+
+def _latents(pairs: Sequence[tuple[Trajectory, list[int]]]) -> dict[str, Tensor]:
+    """Latents on both sides of each sample's steps: ``latents [b, T + 1, ...]`` where the steps of every sample are
+    neighbours, so that each is there once; ``x`` and ``y`` ``[b, T, ...]`` where some are not."""
+
+    def stacked(steps: Callable[[list[int]], Iterable[int]]) -> Tensor:
+        return torch.stack([torch.stack([t.latent(i) for i in steps(own)]) for t, own in pairs])
+
+    if all(own == list(range(own[0], own[0] + len(own))) for _, own in pairs):
+        return {"latents": stacked(lambda own: [*own, own[-1] + 1])}
+    return {"x": stacked(lambda own: own), "y": stacked(lambda own: [i + 1 for i in own])}
 
 
 def build(config: RunConfig) -> Algorithm:

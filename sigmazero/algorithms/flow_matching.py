@@ -12,7 +12,7 @@ from sigmazero.algorithms.base import Algorithm, Arm, Average, Phase, warmed_up_
 from sigmazero.algorithms.losses import velocity_loss
 from sigmazero.config import FlowMatchingConfig, RunConfig
 from sigmazero.models.roles import RoleKind, Roles
-from sigmazero.records import Batch, Prompt, RolloutRequest, Scores, Trajectory
+from sigmazero.records import Batch, Prompt, RolloutRequest, Scores, Trajectory, to_device
 from sigmazero.schedule import add_noise, logit_normal_sigma
 
 
@@ -61,8 +61,8 @@ class FlowMatching:
         assert batch.condition is not None
         x0, samples, cycles = batch["x0"], batch["sample"].tolist(), batch["cycle"].tolist()
         z = seeds.normal(self.seed, "train_timestep", samples, (), cycles)
-        sigma = logit_normal_sigma(z, self.config.logit_mean, self.config.logit_std).to(x0.device)
-        eps = seeds.normal(self.seed, "train_noise", samples, x0.shape[1:], cycles).to(x0.device)
+        sigma = to_device(logit_normal_sigma(z, self.config.logit_mean, self.config.logit_std), x0.device)
+        eps = to_device(seeds.normal(self.seed, "train_noise", samples, x0.shape[1:], cycles), x0.device)
         v = roles.velocity("student")(add_noise(x0, eps, sigma), sigma, batch.condition)
         return {"loss": velocity_loss(v, x0, eps)}
 

@@ -41,7 +41,7 @@ from sigmazero.config import (
     RunConfig,
 )
 from sigmazero.models.roles import RoleKind, Roles
-from sigmazero.records import Batch, Prompt, RolloutRequest, Scores, Trajectory, rows_of
+from sigmazero.records import Batch, Prompt, RolloutRequest, Scores, Trajectory, rows_of, to_device
 from sigmazero.schedule import add_noise, sigma_grid, static_shift
 from sigmazero.strategies import ode_and_return_last
 
@@ -180,7 +180,7 @@ class Decoupled:
     def _noised(self, batch: Batch, x0: Tensor, sigma: str = "sigma", step: str = "step") -> tuple[Tensor, Tensor]:
         """A sample at each item's sigma, and the noise, which is the same for every sample of the row."""
         samples, cycles, steps = (batch[name].tolist() for name in ("sample", "cycle", step))
-        eps = seeds.normal(self.seed, "train_noise", samples, x0.shape[1:], cycles, steps).to(x0.device)
+        eps = to_device(seeds.normal(self.seed, "train_noise", samples, x0.shape[1:], cycles, steps), x0.device)
         return add_noise(x0, eps, batch[sigma]), eps
 
     def _measure_kl(self, roles: Roles, batch: Batch) -> Mapping[str, Tensor]:
@@ -206,12 +206,18 @@ class Decoupled:
         with torch.no_grad():
             old = roles.velocity("old")(x, batch["sigma"], batch.condition)
         out = nft_loss(v, old, x, batch["x0"], batch["sigma"], batch["advantage"], c.beta, c.advantage_range)
-        out |= {"old_distance": transition.row_mean((v.detach() - old).abs())}
+        out |= {
+            "old_distance": transition.row_mean((v.detach() - old).abs()),
+            "x": x,
+            "velocity": v,
+            "old_velocity": old,
+        }
         if c.kl_weight:
             with torch.no_grad():
                 reference = roles.velocity("reference")(x, batch["sigma"], batch.condition)
             distance = transition.row_mean((v - reference) ** 2)
             out |= {"loss": out["loss"] + c.kl_weight * distance, "reference_distance": distance.detach()}
+            out["reference_velocity"] = reference
         return {name: value if name == "loss" else value.detach() for name, value in out.items()}
 
     def _matching(self, roles: Roles, batch: Batch) -> Mapping[str, Tensor]:

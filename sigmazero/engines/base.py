@@ -7,6 +7,8 @@ from typing import Protocol
 
 from sigmazero.records import RolloutRequest, Trajectory
 
+EVALUATION_ROWS = 96  # that are asked of an engine at a time
+
 
 class Engine(Protocol):
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
@@ -19,7 +21,7 @@ class Engine(Protocol):
 
 
 def generate_in_parts(
-    engine: Engine, requests: Sequence[RolloutRequest], after: Callable[[int], None], rows: int = 96
+    engine: Engine, requests: Sequence[RolloutRequest], after: Callable[[int], None], rows: int = EVALUATION_ROWS
 ) -> list[Trajectory]:
     """``engine.generate`` in parts, with ``after(trajectories so far)`` between them for a progress bar."""
     done: list[Trajectory] = []

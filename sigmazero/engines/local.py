@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -15,24 +15,20 @@ class LocalEngine:
     """Samples requests that share a key in batches of at most ``max_batch`` rows, without gradient."""
 
     def __init__(self, roles: Roles, *, max_batch: int = 128, device: torch.device | str = "cpu") -> None:
-        self._roles, self._max_batch, self._device = roles, max_batch, device
+        self._roles, self.max_batch, self._device = roles, max_batch, device
 
-    @torch.no_grad()
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
-        groups: dict[tuple[object, ...], list[int]] = {}
-        for i, request in enumerate(requests):
-            groups.setdefault(batch_key(request), []).append(i)
         done: dict[int, Trajectory] = {}
-        for rows in groups.values():
-            for start in range(0, len(rows), self._max_batch):
-                part = rows[start : start + self._max_batch]
-                done.update(zip(part, self._sample([requests[i] for i in part]), strict=True))
+        for part in batches(requests, self.max_batch):
+            done.update(zip(part, self.sample([requests[i] for i in part]), strict=True))
         return [done[i] for i in range(len(requests))]
 
     def publish(self, policy: str, version: int) -> None:
         assert self._roles.versions[policy] == version
 
-    def _sample(self, requests: list[RolloutRequest]) -> list[Trajectory]:
+    @torch.no_grad()
+    def sample(self, requests: Sequence[RolloutRequest], calls: int = 0) -> list[Trajectory]:
+        """One batch of requests that share a key, in at least ``calls`` network calls."""
         role, model = requests[0].policy, self._roles.model
         return rollout(
             self._roles.velocity(role, requests[0].guidance),
@@ -41,4 +37,15 @@ class LocalEngine:
             model.latent_shape,
             device=self._device,
             version=self._roles.versions[role],
+            calls=calls,
         )
+
+
+def batches(requests: Sequence[RolloutRequest], max_batch: int) -> Iterator[list[int]]:
+    """Positions of requests that share a key, at most ``max_batch`` at a time."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for i, request in enumerate(requests):
+        groups.setdefault(batch_key(request), []).append(i)
+    for rows in groups.values():
+        for start in range(0, len(rows), max_batch):
+            yield rows[start : start + max_batch]

@@ -23,7 +23,8 @@ from sigmazero.config import LoraConfig, RunConfig
 from sigmazero.engines.local import LocalEngine
 from sigmazero.launch import reload
 from sigmazero.launch.local import Built, build, load_model, use_threads
-from sigmazero.launch.reopen import DEFAULT_PROMPTS, choose_arm, request_of, restore
+from sigmazero.launch.reopen import request_of, restore
+from sigmazero.launch.sources import DEFAULT_PROMPTS, GLYPH_FILE, choose_arm, read_contract
 from sigmazero.models.conditions import KnownPrompts
 from sigmazero.models.roles import Roles
 from sigmazero.records import Prompt, RolloutRequest
@@ -32,7 +33,6 @@ from sigmazero.training.folder import RunFolder, read_config, write_json
 
 Form = Literal["pipeline", "lora", "weights"]
 FORMS: tuple[Form, ...] = ("pipeline", "lora", "weights")
-GLYPH_FILE = "glyph.safetensors"
 TOLERANCE = 1e-3  # of a picture in [0, 1]
 
 
@@ -99,6 +99,10 @@ def _write(path: Path, config: RunConfig, folder: Path, work: Path, role: str | 
             "form": form, "run": path.name, "cycle": cycle, "base_dtype": config.model.dtype,
             "base_fingerprint": built.roles.base_fingerprint,
         }  # fmt: skip
+        if form in ("lora", "weights") and config.model.family != "glyph":
+            about["base"] = _whereabouts(config.model.path)
+        if "embedded_guidance" in model.metadata():
+            about["embedded_guidance"] = float(model.metadata()["embedded_guidance"])
         write_json(folder / export.CONTRACT, export.contract(arm, model.metadata(), **about))
         if config.model.family == "glyph":
             write_tensors(folder / GLYPH_FILE, merged, model.metadata())
@@ -111,9 +115,14 @@ def _write(path: Path, config: RunConfig, folder: Path, work: Path, role: str | 
     return arm, cycle
 
 
+def _whereabouts(base: str) -> str:
+    """A folder by its whole path, so that it is found from anywhere; a hub id as it is."""
+    return str(Path(base).resolve()) if Path(base).is_dir() else base
+
+
 def _arm(built: Built, role: str | None) -> Arm:
     """How the role is sampled; a ValueError where the family's pipeline cannot."""
-    arm = choose_arm(built, role, None, None)
+    arm = choose_arm(built.algorithm, role)
     if built.roles.kinds[arm.role] == "frozen":
         raise ValueError(f"--role: {arm.role} is the base that the run started from, and was not trained")
     config = built.config.model
@@ -212,8 +221,7 @@ def _reload_glyph(config: RunConfig, out: Path, work: Path) -> tuple[dict[str, T
 def sample_weights(config: RunConfig, out: Path, start: Path) -> Any:
     """The picture of an exported weight file as ``model.path``; runs in a process of its own."""
     use_threads(config.training.threads)
-    said = json.loads((out / export.CONTRACT).read_text())
-    arm = Arm("export", said["role"], said["num_steps"], said["shift"], said["kind"], said["eta"], said["guidance"])
+    arm = read_contract(out).arm
     model = load_model(
         config.model_copy(update={"model": config.model.model_copy(update={"path": str(out / GLYPH_FILE)})})
     )

@@ -1,83 +1,114 @@
-"""What a run will train and the memory it needs, before it is started."""
+"""What a run will train, the memory it needs by role and phase, and whether it fits, before it is started."""
 
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from sigmazero.config import RunConfig
-from sigmazero.launch.local import Built, build
-from sigmazero.models.roles import Roles
+from sigmazero.launch.memory import PhaseMemory, Plan, RoleMemory, plan_memory
+from sigmazero.models.adapters import coverage
+from sigmazero.sampler import CPU_ROW_MULTIPLE
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 
 
 def describe(config: RunConfig) -> str:
-    """The resolved settings, a table of roles, and the memory of weights, training state and activations.
+    """The resolved settings, a table of roles, one of the memory of each phase, and whether the peak fits.
 
     Raises:
         ValueError: as ``build``.
     """
-    built = build(config)
-    lines = [json.dumps(config.model_dump(mode="json"), indent=2), "", _header()]
-    lines += [_row(built, role) for role in built.roles.kinds]
-    own = sum(_bytes(built, role) for role in built.roles.kinds)
-    base = 4 * built.roles.num_base_parameters
-    activations = max(_activation_bytes(built, role) for role in built.trainer.optimizers)
-    steps = config.algorithm.num_steps
-    lines += [
-        "",
-        f"grid: {steps} steps, shift {config.algorithm.shift:g}; the family's own sampler has a shift of "
-        f"{built.roles.model.default_shift(steps):.4g} at this size",
-        f"memory: base weights {base / MIB:.1f} MiB + roles {own / MIB:.1f} MiB + activations of one micro-batch "
-        f"{activations / MIB:.1f} MiB (measured) = {(base + own + activations) / MIB:.1f} MiB, libraries not counted",
-    ]
-    return "\n".join(lines)
+    plan = plan_memory(config)
+    steps, built = config.algorithm.num_steps, plan.built
+    shift = built.roles.model.default_shift(steps)
+    return "\n".join(
+        [
+            json.dumps(config.model_dump(mode="json"), indent=2),
+            "",
+            f"{'role':14}{'kind':10}{'stored as':12}{'own parameters':>16}{'trained':>14}"
+            f"{'weights MiB':>14}{'gradients MiB':>15}{'moments MiB':>13}",
+            *map(_role_row, plan.roles),
+            "",
+            *_adapters(plan),
+            f"grid: {steps} steps, shift {config.algorithm.shift:g}; the family's own sampler has a shift of "
+            f"{shift:.4g} at this size",
+            "",
+            f"{'phase':20}{'rows':>6}{'stays MiB':>14}{'own MiB':>14}{'peak MiB':>14}",
+            *map(_phase_row, plan.phases),
+            "",
+            f"what stays: base {_mib(plan.base)} MiB, VAE {_mib(plan.vae)} MiB, a cycle's latents "
+            f"{_mib(plan.samples)} MiB, and the roles' weights and moments; gradients are a phase's own",
+            f"encoded prompts, on the host: {_mib(plan.conditions)} MiB; libraries and reward models are not counted",
+            verdict(plan, *capacity(plan.device)),
+        ]
+    )
 
 
-def _header() -> str:
-    return f"{'role':14}{'kind':10}{'stored as':12}{'own parameters':>16}{'trained':>12}{'weights+state MiB':>20}"
+def _adapters(plan: Plan) -> list[str]:
+    """What share of the network the adapters of a role train."""
+    roles, lora = plan.built.roles, plan.built.config.roles.storage == "lora"
+    own = [role for role, kind in roles.kinds.items() if kind != "frozen"]
+    return [str(coverage(roles.model.net, roles.parameters(own[0])))] if lora else []
 
 
-def _row(built: Built, role: str) -> str:
-    roles, kind = built.roles, built.roles.kinds[role]
-    stored = "base" if kind == "frozen" else roles.storage_name
-    own = sum(p.numel() for p in roles.parameters(role).values())
-    trained = sum(p.numel() for p in roles.parameters(role).values() if p.requires_grad)
-    return f"{role:14}{kind:10}{stored:12}{own:>16,}{trained:>12,}{_bytes(built, role) / MIB:>20.1f}"
+def _role_row(role: RoleMemory) -> str:
+    return (
+        f"{role.role:14}{role.kind:10}{role.stored:12}{role.parameters:>16,}{role.trained:>14,}"
+        f"{_mib(role.weights):>14}{_mib(role.gradients):>15}{_mib(role.moments):>13}"
+    )
 
 
-def _bytes(built: Built, role: str) -> int:
-    """fp32 weights; a trained role also has gradients and two moments."""
-    copies = 4 if role in built.trainer.optimizers else 1
-    return copies * 4 * sum(p.numel() for p in built.roles.parameters(role).values())
+def _phase_row(phase: PhaseMemory) -> str:
+    numbers = (phase.resident, phase.own, phase.peak)
+    return f"{phase.name:20}{phase.rows or '':>6}" + "".join(f"{_mib(number):>14}" for number in numbers)
 
 
-def _activation_bytes(built: Built, role: str) -> int:
-    """What one forward of a role's micro-batch keeps for its backward, counted by running it."""
-    rows = min(built.config.optimizers[role].micro_batch, built.config.data.batch_size)
-    model, kept = built.roles.model, _Kept(built.roles)
-    x = torch.zeros((rows, *model.latent_shape), device=built.trainer.device)
-    with torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda tensor: tensor):
-        built.roles.velocity(role)(x, torch.full((rows,), 0.5, device=x.device), model.encode([""] * rows))
-    return kept.bytes
+def _mib(size: int) -> str:
+    return f"{size / MIB:,.1f}"
 
 
-class _Kept:
-    """Counts each saved storage once, weights left out."""
+def capacity(device: torch.device) -> tuple[int, str]:
+    """Bytes that a device has, and what it is called: all of a GPU's memory, what is available of the machine's."""
+    if device.type == "cuda":
+        about = torch.cuda.get_device_properties(device)
+        return about.total_memory, f"this GPU ({about.name})"
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), "this machine"
+    except (OSError, StopIteration):  # not Linux
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine"
 
-    def __init__(self, roles: Roles) -> None:
-        weights = [p for role in roles.kinds for p in roles.parameters(role).values()] + list(
-            roles.model.net.parameters()
-        )
-        self._seen = {p.untyped_storage().data_ptr() for p in weights}
-        self.bytes = 0
 
-    def keep(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen.add(storage.data_ptr())
-            self.bytes += storage.nbytes()
-        return tensor
+def verdict(plan: Plan, size: int, name: str) -> str:
+    """One line: the peak, the phase that has it, whether ``size`` bytes hold it, and if not what to set."""
+    worst = plan.worst
+    need = f"needs about {_gib(worst.peak)} at its peak (phase {worst.name}), {name} has {_gib(size)}"
+    if worst.peak <= size:
+        return f"{need}: fits"
+    return f"{need}: does not fit; " + (", ".join(advice(plan)) or "only smaller pictures or another model would help")
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 2 else f"{size / MIB:.1f} MiB"
+
+
+def advice(plan: Plan) -> list[str]:
+    """Settings that make the largest phase smaller: those of its own memory and of what stays, if they are a tenth."""
+    config, phase = plan.built.config, plan.worst
+    fewest = CPU_ROW_MULTIPLE if plan.device.type == "cpu" else 1  # a CPU's calls are padded
+    found = []
+    if phase.own > phase.peak / 10:
+        if phase.has_graph and not config.model.activation_checkpointing:
+            found.append("set model.activation_checkpointing=true")
+        if phase.rows > fewest:
+            found += [f"lower {setting} (below {phase.rows})" for setting in phase.settings]
+    if phase.resident > phase.peak / 10:
+        if config.roles.storage == "copy" and phase.name != "encoding":
+            found.append("set roles.storage=lora")
+        if config.model.dtype == "float32" and config.model.family != "glyph":
+            found.append("set model.dtype=bfloat16")
+    return found

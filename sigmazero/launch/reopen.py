@@ -1,36 +1,44 @@
-"""Works on a run that is already there: scores it again, samples from it."""
+"""Works on what is already there: scores a run again, samples from a run, an export or a base model."""
 
 from __future__ import annotations
 
-import dataclasses
+import importlib.metadata
 import itertools
-from collections.abc import Sequence
+import math
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
+from PIL import Image
+from torch import Tensor
+
 from sigmazero.algorithms.base import Arm
-from sigmazero.engines.base import generate_in_parts
+from sigmazero.config import changed
+from sigmazero.engines.local import LocalEngine
 from sigmazero.evaluate import finite_samples, scores_table
 from sigmazero.launch.judge import Judge
 from sigmazero.launch.local import Built, build
-from sigmazero.pictures import grid, quantized, save_png
+from sigmazero.launch.sources import Source, Wish, newest, open_source
+from sigmazero.pictures import contact_sheet, grid, quantized, save_png, thumbnail
 from sigmazero.progress import CycleProgress
 from sigmazero.records import Prompt, RolloutRequest
 from sigmazero.schedule import sigma_grid
 from sigmazero.strategies import ode_and_return_last
-from sigmazero.training import checkpoint
 from sigmazero.training.folder import RunFolder, check_inputs, read_config
 
-TILE = 96  # pixels a side of a picture on the contact sheet, about
-DEFAULT_PROMPTS = ("the number 42 in red on yellow, serif font", "the number 07 in blue", "the number 93")
+LARGE, SMALL, MANY = 256, 96, 256  # pixels of the longer side of a tile on the contact sheet; small ones beyond MANY
 
 
-def evaluate_run(path: Path) -> str:
+def evaluate_run(path: Path, overrides: Sequence[str] = ()) -> str:
     """Samples and scores every arm of a run from its newest checkpoint. Returns the table of scores.
 
+    Args:
+        overrides: settings under ``evaluate``, ``rewards`` and ``plugins`` that differ from the run's own.
     Raises:
-        ValueError: it is no run folder, it is in use, or it has no checkpoint yet.
+        ValueError: it is no run folder, it is in use, it has no checkpoint yet, or a setting is not one of these.
     """
-    config = read_config(path)
+    config = changed(read_config(path), overrides, ("evaluate", "rewards", "plugins"))
     with RunFolder(path) as folder, build(config) as built:
         cycle = restore(built, folder)
         judge = Judge(
@@ -49,50 +57,6 @@ def evaluate_run(path: Path) -> str:
         return scores_table(judge.scores)
 
 
-def sample_run(
-    path: Path,
-    prompts: Sequence[str],
-    count: int,
-    role: str | None,
-    num_steps: int | None,
-    guidance: float | None,
-    seed: int,
-    output: Path | None,
-) -> Path:
-    """Samples from a run's newest checkpoint; picture i of a prompt has seed ``seed + i``. Returns the contact sheet.
-
-    Raises:
-        ValueError: it is no run folder, has no checkpoint, the role is unknown, or the family cannot read a prompt.
-    """
-    if not all(text.strip() for text in prompts):
-        raise ValueError("--prompt is empty; write what the picture should show, or leave the option out")
-    built = build(read_config(path))
-    cycle = restore(built, RunFolder(path))
-    arm = choose_arm(built, role, num_steps, guidance)
-    texts = list(prompts) or list(DEFAULT_PROMPTS)
-    requests = [request_of(arm, Prompt(i, text), seed + j) for i, text in enumerate(texts) for j in range(count)]
-    with CycleProgress(f"sampling {arm.role}", 0, len(requests)) as progress:
-        trajectories = generate_in_parts(built.engine, requests, progress.update)
-    pictures = quantized(built.roles.model.decode(finite_samples(trajectories)))
-    folder = output or _next_folder(path / "samples")
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"--output: {folder} holds files already; name a new folder")
-    for i, (request, picture) in enumerate(zip(requests, pictures, strict=True)):
-        settings = {
-            "prompt": request.prompt.text, "seed": request.seed, "run": path.name, "cycle": cycle,
-            "arm": dataclasses.asdict(arm), "sigmas": request.sigmas.tolist(),
-        }  # fmt: skip
-        save_png(grid(picture[None], 1), folder / f"{i:05d}.png", settings)
-    columns = min(count if count > 1 else 8, 16, len(pictures))
-    save_png(grid(pictures, columns, max(1, TILE // pictures.shape[-1]), 4), folder / "sheet.png")
-    return folder / "sheet.png"
-
-
-def _next_folder(parent: Path) -> Path:
-    """``0000``, ``0001``, ...: the first that is not there yet."""
-    return next(p for p in (parent / f"{i:04d}" for i in itertools.count()) if not p.exists())
-
-
 def restore(built: Built, folder: RunFolder) -> int:
     """Loads the newest checkpoint; returns its cycle.
 
@@ -100,25 +64,86 @@ def restore(built: Built, folder: RunFolder) -> int:
         ValueError: there is none that can be read.
     """
     check_inputs(folder.path, built.inputs)
-    found, refused = checkpoint.load_newest(folder.checkpoints)
-    if found is None:
-        raise ValueError(f"{folder.path} has no checkpoint that can be read yet" + "".join(f"; {r}" for r in refused))
+    found = newest(folder)
     built.trainer.restore(found.tensors, found.numbers)
     return built.trainer.counters.cycle
 
 
-def choose_arm(built: Built, role: str | None, num_steps: int | None, guidance: float | None) -> Arm:
-    """The averaged student or policy as evaluation samples it, or the same of another role; some settings changed."""
-    arms = {arm.role: arm for arm in reversed(built.algorithm.arms)}
-    trained = [arm.role for arm in built.algorithm.arms if built.roles.kinds[arm.role] != "frozen"]
-    chosen = role or trained[0]
-    if chosen not in arms:
-        raise ValueError(f"role {chosen!r} cannot be sampled; this run has {', '.join(sorted(arms))}")
-    arm = arms[chosen]
-    changes = {"num_steps": num_steps, "guidance": guidance}
-    return dataclasses.replace(arm, **{name: value for name, value in changes.items() if value is not None})
+def sample(
+    path: str, prompts: Sequence[str], count: int, seed: int, wish: Wish, batch_size: int, output: Path | None
+) -> tuple[Path, int]:
+    """Samples what ``path`` holds. Returns the contact sheet and the number of pictures.
+
+    Picture i of every prompt has the seed ``seed + i`` and depends on nothing but its prompt and its seed: neither on
+    the other prompts nor on ``count`` or ``batch_size``.
+
+    Args:
+        prompts: none is the family's own, which only glyph has.
+        output: None is a new folder in ``samples`` of the run, or of the working folder where it is no run.
+    Raises:
+        ValueError: it cannot be sampled, an option does not fit it, or ``output`` holds files.
+    """
+    if not all(text.strip() for text in prompts):
+        raise ValueError("--prompt is empty; write what the picture should show, or leave the option out")
+    if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"--output: {output} holds files already; name a new folder")
+    source = open_source(path, prompts, wish)
+    for departure in source.departures:
+        print(f"warning: {path} was made for {departure}", file=sys.stderr)
+    folder = output or _next_folder(Path(path) / "samples" if source.about["kind"] == "run" else Path("samples"))
+    device = next(source.roles.model.net.parameters()).device
+    engine = LocalEngine(source.roles, max_batch=batch_size, device=device)
+    requests = [
+        request_of(source.arm, Prompt(i, text), seed + j, source.sigmas)
+        for i, text in enumerate(source.prompts)
+        for j in range(count)
+    ]
+    tiles, tile = dict[int, Image.Image](), LARGE if len(requests) <= MANY else SMALL
+    with CycleProgress(f"sampling {source.arm.role}", 0, len(requests)) as progress:
+        for part in _batches(source, requests, batch_size):
+            latents = finite_samples(engine.generate([requests[i] for i in part]))
+            with torch.no_grad():
+                pictures = [quantized(source.roles.decode(row))[0].cpu() for row in latents.split(1)]
+            for i, picture in zip(part, pictures, strict=True):
+                tiles[i] = _save(source, requests[i], picture, folder / f"{i:05d}.png", tile)
+            progress.update(len(tiles))
+    columns = min(count if count > 1 else 8, 16, len(requests))
+    save_png(contact_sheet([tiles[i] for i in range(len(tiles))], columns), folder / "sheet.png")
+    return folder / "sheet.png", len(requests)
 
 
-def request_of(arm: Arm, prompt: Prompt, seed: int) -> RolloutRequest:
-    sigmas, plan = sigma_grid(arm.num_steps, arm.shift), ode_and_return_last(0, arm.num_steps, seed)._replace(sde=None)
-    return RolloutRequest(0, 0, prompt, arm.role, sigmas, arm.kind, arm.eta, arm.guidance, seed, plan)
+def _batches(source: Source, requests: Sequence[RolloutRequest], size: int) -> Iterator[list[int]]:
+    """Positions of requests that go through the network together: conditions of one length, so that none is padded for
+    the sake of another and a picture has the same bits whatever the others are."""
+    lengths: dict[str, list[int]] = {}
+    for i, request in enumerate(requests):
+        condition = source.roles.model.encode([request.prompt.text])
+        lengths.setdefault(str([value.shape for value in condition.fields.values()]), []).append(i)
+    for rows in lengths.values():
+        yield from (rows[start : start + size] for start in range(0, len(rows), size))
+
+
+def _save(source: Source, request: RolloutRequest, picture: Tensor, path: Path, tile: int) -> Image.Image:
+    """Writes a picture with all that it was made with, and returns its tile of the contact sheet."""
+    arm = source.arm
+    settings = {
+        **source.about, "version": importlib.metadata.version("sigmazero"), "prompt": request.prompt.text,
+        "seed": request.seed, "role": arm.role, "steps": arm.num_steps, "sigmas": request.sigmas.tolist(),
+        "shift": None if math.isnan(arm.shift) else arm.shift, "guidance": arm.guidance, "transition": arm.kind,
+        "eta": arm.eta,
+    }  # fmt: skip
+    whole = grid(picture[None], 1)
+    save_png(whole, path, settings)
+    return thumbnail(whole, tile)
+
+
+def _next_folder(parent: Path) -> Path:
+    """``0000``, ``0001``, ...: the first that is not there yet."""
+    return next(p for p in (parent / f"{i:04d}" for i in itertools.count()) if not p.exists())
+
+
+def request_of(arm: Arm, prompt: Prompt, seed: int, sigmas: Tensor | None = None) -> RolloutRequest:
+    """One picture of an arm, on its own grid unless another is given."""
+    grid = sigma_grid(arm.num_steps, arm.shift) if sigmas is None else sigmas
+    plan = ode_and_return_last(0, arm.num_steps, seed)._replace(sde=None)
+    return RolloutRequest(0, 0, prompt, arm.role, grid, arm.kind, arm.eta, arm.guidance, seed, plan)

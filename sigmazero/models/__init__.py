@@ -6,3 +6,11 @@ FAMILIES: dict[str, str] = {
     "flux2": "sigmazero.models.flux2",
     "qwen_image": "sigmazero.models.qwen_image",
 }
+
+# The family that reads a pipeline class of diffusers.
+PIPELINES: dict[str, str] = {
+    "StableDiffusion3Pipeline": "sd3",
+    "Flux2KleinPipeline": "flux2",
+    "Flux2Pipeline": "flux2",
+    "QwenImagePipeline": "qwen_image",
+}

@@ -50,7 +50,7 @@ class FlowModel(Protocol):
         ...
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Pictures fp32 ``[b, 3, H, W]`` in [0, 1]."""
+        """Pictures fp32 ``[b, 3, H, W]`` in [0, 1], made where the latents lie."""
         ...
 
     def encode_pictures(self, pictures: Tensor) -> Tensor:
@@ -64,6 +64,14 @@ class FlowModel(Protocol):
     def metadata(self) -> Mapping[str, str]:
         """What a weight file must say to be loaded again, as strings."""
         ...
+
+
+COMPUTE_DTYPE = "compute_dtype"  # attribute of a network whose sharding casts its masters
+
+
+def compute_dtype(net: nn.Module) -> torch.dtype:
+    """The precision that a network computes in: that of its weights, unless sharding casts fp32 masters to another."""
+    return getattr(net, COMPUTE_DTYPE, next(net.parameters()).dtype)
 
 
 GUIDANCE_NORMS = ("none", "layer_norm", "scalar")

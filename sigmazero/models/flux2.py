@@ -1,6 +1,9 @@
-"""The FLUX.2-klein family, base and distilled: a diffusers ``Flux2KleinPipeline`` folder.
+"""FLUX.2: klein, base and distilled (a diffusers ``Flux2KleinPipeline`` folder), and dev (``Flux2Pipeline``).
 
 Convention: the network is fed ``sigma`` (``t / 1000``; it multiplies by 1000 itself) and answers ``v = eps - x0``.
+
+Guidance: klein base is guided by two passes, klein distilled not at all. dev was distilled from a guided model: it
+reads the strength as a number beside the time, one for all roles of a run, and is not guided by two passes.
 
 Padding: every prompt fills 512 tokens on purpose. The language model masks the padding, the transformer attends to all
 512, as it was trained to (black-forest-labs/flux2#59). So there is no mask field and nothing for a neighbour to change.
@@ -12,27 +15,58 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
 from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
+from diffusers.pipelines.flux2.pipeline_flux2 import Flux2Pipeline, format_input
 from diffusers.pipelines.flux2.pipeline_flux2_klein import Flux2KleinPipeline
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoTokenizer,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from sigmazero import seeds
-from sigmazero.models.folder import open_pipeline
+from sigmazero.models.attention import use_backend
+from sigmazero.models.base import compute_dtype
+from sigmazero.models.folder import PipelineFolder, open_pipeline
 from sigmazero.records import Conditioning
 
-PIPELINE = "Flux2KleinPipeline"
 TEXT_LENGTH = 512
-TEXT_STATES = (9, 18, 27)  # hidden states of the language model, side by side in the channels
 PATCH = 2
 DEFAULT_LATENT_SIZE = 128  # of a side, before patching: 1024 pixels
+DEFAULT_EMBEDDED_GUIDANCE = 4.0  # of the pipeline's call
+
+
+class _Variant(NamedTuple):
+    """What klein and dev do not share. ``states`` are hidden states of the language model, put side by side."""
+
+    name: str
+    text_encoder: Any
+    tokenizer: Any
+    states: tuple[int, int, int]
+    embeds_guidance: bool
+
+    def chat(self, prompt: str) -> tuple[list[Any], dict[str, bool]]:
+        """The messages that a prompt is put in, and the settings of the chat template."""
+        if self.embeds_guidance:
+            return format_input([prompt])[0], {"add_generation_prompt": False}
+        return [{"role": "user", "content": prompt}], {"add_generation_prompt": True, "enable_thinking": False}
+
+
+VARIANTS = {
+    "Flux2KleinPipeline": _Variant("FLUX.2-klein", Qwen3ForCausalLM, Qwen2Tokenizer, (9, 18, 27), False),
+    "Flux2Pipeline": _Variant("FLUX.2-dev", Mistral3ForConditionalGeneration, AutoTokenizer, (10, 20, 30), True),
+}
 
 
 def empirical_mu(num_tokens: int, num_steps: int) -> float:
@@ -52,7 +86,8 @@ class Flux2Model:
     """The family's FlowModel. Latents are tokens ``[h * w, 4 * VAE channels]``: 2x2 patches, normalised, row by row.
 
     The text encoder and the VAE follow the network and the latents to their device. ``is_distilled`` says that the
-    weights are few-step ones, which are sampled without guidance.
+    weights are few-step ones, which are sampled without guidance. ``embedded_guidance`` is what dev's network reads;
+    None of klein.
     """
 
     family = "flux2"
@@ -62,15 +97,18 @@ class Flux2Model:
         self,
         net: Flux2Transformer2DModel,
         vae: AutoencoderKLFlux2,
-        text: tuple[Qwen2Tokenizer, nn.Module],
+        text: tuple[Any, nn.Module | None],
         scheduler: Mapping[str, Any],
         *,
+        variant: _Variant,
         size: tuple[int, int],
         is_distilled: bool,
+        embedded_guidance: float | None,
     ) -> None:
-        self.net, self._scheduler, self.is_distilled = net.eval(), scheduler, is_distilled
+        self.net, self._scheduler, self._variant = net.eval(), scheduler, variant
+        self.is_distilled, self.embedded_guidance = is_distilled, embedded_guidance
         self._tokenizer, encoder = text
-        self._encoder: nn.Module | None = encoder.eval().requires_grad_(False)
+        self._encoder: nn.Module | None = None if encoder is None else encoder.eval().requires_grad_(False)
         self._vae: Any = vae.eval().requires_grad_(False)
         vae.enable_slicing()  # a picture at a time: memory and bits do not depend on the batch
         self._size = size
@@ -113,23 +151,23 @@ class Flux2Model:
     @torch.no_grad()
     def _embed(self, encoder: nn.Module, prompt: str) -> Tensor:
         """``[512, 3 * hidden]`` of one prompt, which is put in the chat template as the user's turn."""
-        chat: Any = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True, enable_thinking=False
-        )
-        tokens = self._tokenizer(
-            chat, return_tensors="pt", padding="max_length", truncation=True, max_length=TEXT_LENGTH
-        ).to(next(encoder.parameters()).device)
+        messages, settings = self._variant.chat(prompt)
+        tokens = self._tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_tensors="pt",
+            padding="max_length", truncation=True, max_length=TEXT_LENGTH, **settings,
+        ).to(next(encoder.parameters()).device)  # fmt: skip
         states = encoder(
             input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"],
             output_hidden_states=True, use_cache=False,
         ).hidden_states  # fmt: skip
-        return torch.cat([states[k][0] for k in TEXT_STATES], dim=-1)
+        return torch.cat([states[k][0] for k in self._variant.states], dim=-1)
 
     def velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Conditioning) -> Tensor:
-        weight = next(net.parameters())
+        strength = self.embedded_guidance
         return net(
             hidden_states=x.float(),  # cast to the weights' dtype by the hook of _keep_time_exact
-            encoder_hidden_states=condition["text"].to(x.device, weight.dtype),
+            guidance=None if strength is None else torch.full((len(x),), strength, device=x.device),
+            encoder_hidden_states=condition["text"].to(x.device, compute_dtype(net)),
             timestep=sigma.float(),
             img_ids=self._image_ids.to(x.device),
             txt_ids=self._text_ids.to(x.device),
@@ -158,9 +196,36 @@ class Flux2Model:
             if isinstance(module, Flux2Transformer2DModel):
                 module.enable_gradient_checkpointing(function)
 
+    def use_attention(self, backend: str, dtypes: Sequence[torch.dtype]) -> None:
+        """As ``attention.use_backend``: no mask."""
+        use_backend(self.net, backend, dtypes, masked=False)
+
+    def check_guidance(self, setting: str, scale: float) -> None:
+        """Refuses guidance of two passes where the pipeline has none.
+
+        Args:
+            setting: where the scale was given, for the message.
+        Raises:
+            ValueError: the scale is not 1, and the weights are distilled or embed their guidance.
+        """
+        if scale == 1:
+            return
+        if self.embedded_guidance is not None:
+            raise ValueError(
+                f"{setting} is {scale:g}, but FLUX.2-dev is guided by a number that its network reads; set {setting} "
+                f"to 1, and the strength as model.embedded_guidance, now {self.embedded_guidance:g}"
+            )
+        if self.is_distilled:
+            raise ValueError(
+                f"{setting} is {scale:g}, but the index of model.path says is_distilled, and a distilled FLUX.2-klein "
+                f"is sampled without guidance; set {setting} to 1, or model.path to a klein base"
+            )
+
     def metadata(self) -> Mapping[str, str]:
+        """Family and size, and dev's embedded guidance, as strings."""
         height, width = self._size
-        return {"family": self.family, "height": str(height), "width": str(width)}
+        said = {"family": self.family, "height": str(height), "width": str(width)}
+        return said if self.embedded_guidance is None else {**said, "embedded_guidance": str(self.embedded_guidance)}
 
     def default_shift(self, num_steps: int) -> float:
         """The static shift ``e^mu`` of this size and number of steps, or the scheduler's own where it is static."""
@@ -188,10 +253,12 @@ def _text_ids() -> Tensor:
 def _keep_time_exact(net: Flux2Transformer2DModel) -> None:
     """Lets a half-precision network be fed fp32 latents, because it rounds the time to the latents' dtype (B03).
 
-    The two layers that read a fp32 input cast it themselves: patches, and the sinusoid of the exact time.
+    The layers that read a fp32 input cast it themselves: patches, and the sinusoids of the exact time and guidance.
     """
-    for module in (net.x_embedder, net.time_guidance_embed.timestep_embedder):
-        module.register_forward_pre_hook(_to_weight_dtype)
+    time = net.time_guidance_embed
+    for module in (net.x_embedder, time.timestep_embedder, time.guidance_embedder):
+        if module is not None:
+            module.register_forward_pre_hook(_to_weight_dtype)
 
 
 def _to_weight_dtype(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -205,59 +272,91 @@ def _multiple(vae: AutoencoderKLFlux2) -> int:
 
 
 def load(
-    path: str, *, height: int | None = None, width: int | None = None, dtype: torch.dtype = torch.float32
+    path: str,
+    *,
+    height: int | None = None,
+    width: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    embedded_guidance: float | None = None,
+    encoders: bool = True,
 ) -> Flux2Model:
     """Reads a pipeline folder, or a hub id where there is no such folder: safetensors only, no remote code.
 
     Args:
         height, width: of the pictures in pixels; None is the pipeline's default of 1024.
         dtype: of the transformer and the text encoder. The VAE is kept in fp32.
+        embedded_guidance: of dev alone, None is its pipeline's default of 4.
+        encoders: False leaves the text encoder out, as after ``free_encoders``.
     Raises:
-        ValueError: no such folder, another family, a part is missing or does not fit, a size that no token grid has.
+        ValueError: no such folder, another family, a part is missing or does not fit, a size that no token grid has, an
+            embedded guidance for a network that reads none.
     """
-    pipeline = open_pipeline(path, Flux2Model.family, PIPELINE, _PARTS, _RELATIVES)
+    pipeline = open_pipeline(path, Flux2Model.family, list(VARIANTS), _PARTS, encoders=encoders)
+    variant = VARIANTS[pipeline.index["_class_name"]]
+    if embedded_guidance is not None and not variant.embeds_guidance:
+        raise ValueError(
+            f"model.embedded_guidance is {embedded_guidance:g}, but {path} is a {variant.name}, whose network reads no "
+            "guidance; leave it out"
+        )
     scheduler = pipeline.read("scheduler", FlowMatchEulerDiscreteScheduler.from_pretrained)
-    tokenizer = pipeline.read("tokenizer", Qwen2Tokenizer.from_pretrained)
+    tokenizer, decoder = _read_text(pipeline, variant, dtype) if encoders else (None, None)
     vae = pipeline.weights("vae", AutoencoderKLFlux2, torch_dtype=torch.float32)
     size = (_pixels("height", height, vae), _pixels("width", width, vae))
-    text = pipeline.weights("text_encoder", Qwen3ForCausalLM, dtype=dtype)
     net = pipeline.weights("transformer", Flux2Transformer2DModel, torch_dtype=dtype)
-    _check_fit(path, net, vae, text, tokenizer)
+    _check_fit(path, variant, net, vae, decoder, tokenizer)
     return Flux2Model(
         net,
         vae,
-        (tokenizer, text.model),  # without the head, which would make logits of 512 tokens by 150,000 words
+        (tokenizer, decoder),
         scheduler.config,
+        variant=variant,
         size=size,
         is_distilled=bool(pipeline.index.get("is_distilled")),
+        embedded_guidance=DEFAULT_EMBEDDED_GUIDANCE
+        if variant.embeds_guidance and embedded_guidance is None
+        else embedded_guidance,
     )
 
 
 _PARTS = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
-_RELATIVES = {"Flux2Pipeline": "FLUX.2-dev, whose guidance is embedded"}
+
+
+def _read_text(pipeline: PipelineFolder, variant: _Variant, dtype: torch.dtype) -> tuple[Any, nn.Module]:
+    """Tokenizer and decoder, without the head, which would make logits of 512 tokens by 150,000 words."""
+    tokenizer = pipeline.read("tokenizer", variant.tokenizer.from_pretrained)
+    return tokenizer, pipeline.weights("text_encoder", variant.text_encoder, dtype=dtype).get_decoder()
 
 
 def _check_fit(
-    path: str, net: Flux2Transformer2DModel, vae: AutoencoderKLFlux2, text: Qwen3ForCausalLM, tokenizer: Qwen2Tokenizer
+    path: str, variant: _Variant, net: Flux2Transformer2DModel, vae: AutoencoderKLFlux2, text: Any, tokenizer: Any
 ) -> None:
-    """Raises ValueError where parts, each sound, are not those of one FLUX.2-klein."""
-    channels, words = PATCH**2 * vae.config["latent_channels"], len(TEXT_STATES) * text.config.hidden_size
+    """Raises ValueError where parts, each sound, are not those of one FLUX.2."""
+    channels = PATCH**2 * vae.config["latent_channels"]
+    other = "embeds no guidance" if variant.embeds_guidance else "embeds its guidance, as FLUX.2-dev does"
     problems = {
-        "the transformer embeds its guidance, as FLUX.2-dev does": net.config["guidance_embeds"],
+        f"the transformer {other}": bool(net.config["guidance_embeds"]) != variant.embeds_guidance,
         f"the transformer reads {net.config['in_channels']} channels, the patched VAE has {channels}": (
             net.config["in_channels"] != channels
         ),
+    }
+    if text is not None:
+        problems |= _text_problems(variant, net, text, tokenizer)
+    for problem, is_there in problems.items():
+        if is_there:
+            raise ValueError(f"model.path: {path} is no {variant.name}: {problem}")
+
+
+def _text_problems(variant: _Variant, net: Flux2Transformer2DModel, text: Any, tokenizer: Any) -> dict[str, bool]:
+    words = len(variant.states) * text.config.hidden_size
+    return {
         f"the transformer reads text of width {net.config['joint_attention_dim']}, the text encoder gives {words}": (
             net.config["joint_attention_dim"] != words
         ),
-        f"the text encoder has {text.config.num_hidden_layers} layers, wanted {TEXT_STATES[-1]}": (
-            text.config.num_hidden_layers < TEXT_STATES[-1]
+        f"the text encoder has {text.config.num_hidden_layers} layers, wanted {variant.states[-1]}": (
+            text.config.num_hidden_layers < variant.states[-1]
         ),
         "the tokenizer has no chat template": not tokenizer.chat_template,
     }
-    for problem, is_there in problems.items():
-        if is_there:
-            raise ValueError(f"model.path: {path} is no FLUX.2-klein: {problem}")
 
 
 def _pixels(name: str, value: int | None, vae: AutoencoderKLFlux2) -> int:
@@ -272,47 +371,71 @@ def _pixels(name: str, value: int | None, vae: AutoencoderKLFlux2) -> int:
 
 def tiny(folder: Path, seed: int = 0) -> None:
     """Writes a random klein pipeline of about 2e5 weights, of the real structure, as a function of the seed."""
+    tokenizer = _tiny_tokenizer(["<|endoftext|>", "<|im_start|>", "<|im_end|>"], _KLEIN_TEMPLATE)
     with seeds.weight_init(seed):
-        net = Flux2Transformer2DModel(
-            in_channels=128, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
-            joint_attention_dim=48, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=False,
-        )  # fmt: skip
-        for weight in net.parameters():  # so far that a word changes the picture: the 1-D ones sharpen attention
-            weight.detach().mul_(2 if weight.ndim == 1 else 1.5)
-        vae = AutoencoderKLFlux2(block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4)
-        vae.bn.get_buffer("running_mean").normal_(0, 0.5)
-        vae.bn.get_buffer("running_var").uniform_(0.5, 2)
-        text = Qwen3ForCausalLM(_tiny_text_config())
-    pipeline = Flux2KleinPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
-        vae=vae,
-        text_encoder=text,
-        tokenizer=_tiny_tokenizer(),
-        transformer=net,
-    )
-    pipeline.save_pretrained(folder)
+        networks = _tiny_networks(guidance_embeds=False)
+        text = Qwen3ForCausalLM(Qwen3Config(**_tiny_text(tokenizer, 27), tie_word_embeddings=True))
+    Flux2KleinPipeline(**networks, text_encoder=text, tokenizer=tokenizer).save_pretrained(folder)
 
 
-def _tiny_text_config() -> Qwen3Config:
-    """Deep enough for the states that are read; the spread of the weights lets a word reach all of them."""
-    return Qwen3Config(
-        vocab_size=259, hidden_size=16, intermediate_size=32, num_hidden_layers=TEXT_STATES[-1] + 1, head_dim=8,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=1024, initializer_range=0.25,
-        tie_word_embeddings=True,
+def tiny_dev(folder: Path, seed: int = 0) -> None:
+    """The same of dev. In the place of its processor, which needs torchvision to read pictures, is a tokenizer."""
+    tokenizer: Any = _tiny_tokenizer(["<pad>", "<s>", "</s>", *_DEV_MARKS], _DEV_TEMPLATE)
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8
+    }  # fmt: skip
+    with seeds.weight_init(seed):
+        networks = _tiny_networks(guidance_embeds=True)
+        text = Mistral3ForConditionalGeneration(
+            Mistral3Config(text_config=_tiny_text(tokenizer, 30), vision_config=vision, image_token_index=0)
+        )
+    Flux2Pipeline(**networks, text_encoder=text, tokenizer=tokenizer).save_pretrained(folder)
+
+
+def _tiny_networks(*, guidance_embeds: bool) -> dict[str, Any]:
+    net = Flux2Transformer2DModel(
+        in_channels=128, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=48, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=guidance_embeds,
     )  # fmt: skip
+    for weight in net.parameters():  # so far that a word changes the picture: the 1-D ones sharpen attention
+        weight.detach().mul_(2 if weight.ndim == 1 else 1.5)
+    vae = AutoencoderKLFlux2(block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4)
+    vae.bn.get_buffer("running_mean").normal_(0, 0.5)
+    vae.bn.get_buffer("running_var").uniform_(0.5, 2)
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
+    return {"transformer": net, "vae": vae, "scheduler": scheduler}
 
 
-def _tiny_tokenizer() -> Qwen2Tokenizer:
-    """Bytes and the special tokens of the chat format."""
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+def _tiny_text(tokenizer: Qwen2Tokenizer, last: int) -> dict[str, Any]:
+    """Deep enough for the states that are read; the spread of the weights lets a word reach all of them."""
+    return {
+        "vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": last + 1,
+        "head_dim": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024,
+        "initializer_range": 0.25,
+    }  # fmt: skip
+
+
+_KLEIN_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+_DEV_MARKS = ["[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]"]
+_DEV_TEMPLATE = (
+    "<s>{% for m in messages %}{% set mark = 'SYSTEM_PROMPT' if m.role == 'system' else 'INST' %}"
+    "[{{ mark }}]{{ m.content[0].text }}[/{{ mark }}]{% endfor %}"
+)
+
+
+def _tiny_tokenizer(special: list[str], template: str) -> Qwen2Tokenizer:
+    """Bytes and the special tokens of a chat format, the first of which pads."""
     tokenizer = Qwen2Tokenizer(
         vocab={word: i for i, word in enumerate([*sorted(ByteLevel.alphabet()), *special])},
         merges=[],
+        unk_token=special[0],
+        eos_token=special[0],
+        pad_token=special[0],
         extra_special_tokens=special[1:],
     )
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n"
-        "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
-    )
+    tokenizer.chat_template = template
     return tokenizer

@@ -5,10 +5,12 @@ Only safetensors are read and no code of a folder runs. What families share of t
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,14 @@ from torch import nn
 
 from sigmazero import seeds
 
+ENCODERS = ("text_encoder", "tokenizer")  # how the names of the parts begin that make conditions of texts
+
 
 @dataclass(frozen=True)
 class PipelineFolder:
     """An opened pipeline. ``index`` is its ``model_index.json``, ``parts`` the names of what it holds.
 
-    ``open_pipeline("/data/sd3", "sd3", "StableDiffusion3Pipeline", SD3_PARTS).weights("vae", AutoencoderKL)``.
+    ``open_pipeline("/data/sd3", "sd3", ["StableDiffusion3Pipeline"], SD3_PARTS).weights("vae", AutoencoderKL)``.
     """
 
     path: str
@@ -65,6 +69,9 @@ class PipelineFolder:
         Raises:
             ValueError: it cannot be read, or weights of its config are missing or of another shape.
         """
+        make = _make.get()
+        if make is not None:
+            return make(self, part, kind, **options)
         module, found = self.read(part, kind.from_pretrained, use_safetensors=True, output_loading_info=True, **options)
         lost = sorted(str(key) for key in (*found["missing_keys"], *found["mismatched_keys"]))
         if lost:
@@ -72,16 +79,24 @@ class PipelineFolder:
         return module
 
 
-def open_pipeline(
-    path: str, family: str, pipeline: str, needed: Sequence[str], relatives: Mapping[str, str] | None = None
-) -> PipelineFolder:
-    """Opens a folder, or a hub id where there is no such folder, of the pipeline class that a family reads.
+_make: ContextVar[Callable[..., Any] | None] = ContextVar("make", default=None)
 
-    Args:
-        needed: parts that the family cannot do without.
-        relatives: classes that a user may take for it, and what they are.
+
+@contextlib.contextmanager
+def networks_from(make: Callable[..., nn.Module]) -> Generator[None]:
+    """Inside, ``make(folder, part, kind, **options)`` is the network that ``PipelineFolder.weights`` would read."""
+    before = _make.set(make)
+    try:
+        yield
+    finally:
+        _make.reset(before)
+
+
+def read_index(path: str) -> Mapping[str, Any]:
+    """``model_index.json`` of a folder, or of a hub id where there is no such folder.
+
     Raises:
-        ValueError: there is none, it is of another class, or a part is missing.
+        ValueError: there is none, or it cannot be read.
     """
     local = Path(path).is_dir()
     if not local and not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
@@ -90,15 +105,37 @@ def open_pipeline(
         index: Any = DiffusionPipeline.load_config(path, local_files_only=local)
     except Exception as error:  # as in PipelineFolder.read; of the hub's client too
         raise ValueError(f"model.path: {path} has no readable model_index.json: {one_line(error)}") from None
-    name = index.get("_class_name") if isinstance(index, dict) else None
-    if name != pipeline:
-        what = (relatives or {}).get(str(name)) or name or "no pipeline"
+    return index if isinstance(index, dict) else {}
+
+
+def has_encoders(path: str) -> bool:
+    """Whether a folder has a part that makes conditions of texts; of a hub id True."""
+    return not Path(path).is_dir() or any(p.is_dir() and p.name.startswith(ENCODERS) for p in Path(path).iterdir())
+
+
+def open_pipeline(
+    path: str, family: str, pipelines: Sequence[str], needed: Sequence[str], *, encoders: bool = True
+) -> PipelineFolder:
+    """Opens a folder, or a hub id where there is no such folder, of a pipeline class that a family reads.
+
+    Args:
+        needed: parts that the family cannot do without.
+        encoders: False does without those that make conditions of texts; they count as absent.
+    Raises:
+        ValueError: there is none, it is of another class, or a part is missing.
+    """
+    index = read_index(path)
+    name, local = index.get("_class_name"), Path(path).is_dir()
+    if name not in pipelines:
         raise ValueError(
-            f"model.path: {path} is {what}, and model.family {family} reads a {pipeline}; "
-            "set the other family or another folder"
+            f"model.path: {path} is {name or 'no pipeline'}, and model.family {family} reads a "
+            f"{' or '.join(pipelines)}; set the other family or another folder"
         )
-    parts = frozenset(part for part, kind in index.items() if isinstance(kind, list) and kind[0] is not None)
-    missing = sorted(set(needed) - parts) or [p for p in sorted(parts) if local and not (Path(path) / p).is_dir()]
+    skipped = () if encoders else ENCODERS
+    named = (part for part, kind in index.items() if isinstance(kind, list) and kind[0] is not None)
+    parts = frozenset(part for part in named if not part.startswith(skipped))
+    wanted = {part for part in needed if not part.startswith(skipped)}
+    missing = sorted(wanted - parts) or [p for p in sorted(parts) if local and not (Path(path) / p).is_dir()]
     if missing:
         raise ValueError(f"model.path: {path} lacks {', '.join(missing)}; set the folder of the whole pipeline")
     return PipelineFolder(path, index, parts)

@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from sigmazero import seeds
-from sigmazero.models.folder import open_pipeline, scheduler_shift
+from sigmazero.models.attention import use_backend
+from sigmazero.models.base import compute_dtype
+from sigmazero.models.folder import PipelineFolder, open_pipeline, scheduler_shift
 from sigmazero.records import Conditioning
 
 PIPELINE = "QwenImagePipeline"
@@ -44,7 +46,7 @@ class QwenImageModel:
     Args:
         net: the transformer, in the precision that latents and embeddings are cast to.
         vae: in fp32; one picture at a time, so that a large batch fits and a row does not depend on the others.
-        text_encoder: the language model alone, without the vision tower and the output layer.
+        text: tokenizer, and the language model alone, without the vision tower and the output layer; or neither.
         shift: the static shift of this size.
         height, width: in pixels.
     """
@@ -56,16 +58,16 @@ class QwenImageModel:
         self,
         net: QwenImageTransformer2DModel,
         vae: AutoencoderKLQwenImage,
-        tokenizer: Qwen2Tokenizer,
-        text_encoder: nn.Module,
+        text: tuple[Qwen2Tokenizer, nn.Module] | None,
         shift: float,
         height: int,
         width: int,
     ) -> None:
-        self.net, self._tokenizer, self._shift = net.eval(), tokenizer, shift
+        self.net, self._shift = net.eval(), shift
+        self._tokenizer, encoder = text or (None, None)
         self._vae: Any = vae.eval().requires_grad_(False)
         self._vae.enable_slicing()
-        self.text_encoder: nn.Module | None = text_encoder.eval().requires_grad_(False)
+        self.text_encoder: nn.Module | None = None if encoder is None else encoder.eval().requires_grad_(False)
         self._height, self._width = height, width
         cell = PATCH * vae.spatial_compression_ratio
         self._grid = height // cell, width // cell
@@ -89,7 +91,7 @@ class QwenImageModel:
         Raises:
             RuntimeError: the text encoder is gone.
         """
-        if self.text_encoder is None:
+        if self.text_encoder is None or self._tokenizer is None:
             raise RuntimeError("the text encoder was dropped by free_encoders(); encode all prompts before that")
         device, dtype = _place(self.net)
         texts = list(dict.fromkeys(prompts)) or [""]  # of no prompts: no rows of the right shape
@@ -150,6 +152,13 @@ class QwenImageModel:
             if isinstance(module, QwenImageTransformer2DModel):
                 module.enable_gradient_checkpointing(function)
 
+    def use_attention(self, backend: str, dtypes: Sequence[torch.dtype]) -> None:
+        """As ``attention.use_backend``, with the mask over the text."""
+        use_backend(self.net, backend, dtypes, masked=True)
+
+    def check_guidance(self, setting: str, scale: float) -> None:
+        """Any: its pipeline guides by two passes."""
+
     def metadata(self) -> Mapping[str, str]:
         return {"family": self.family, "height": str(self._height), "width": str(self._width)}
 
@@ -186,7 +195,7 @@ class QwenImageModel:
 
 def _place(net: nn.Module) -> tuple[torch.device, torch.dtype]:
     weight = next(net.parameters())
-    return weight.device, weight.dtype
+    return weight.device, compute_dtype(net)
 
 
 def _blank(embeddings: Tensor, mask: Tensor) -> Tensor:
@@ -205,7 +214,12 @@ def _exact_time(net: Any, sigma: Tensor) -> Generator[None]:
 
 
 def load(
-    path: str, *, height: int | None = None, width: int | None = None, dtype: torch.dtype = torch.float32
+    path: str,
+    *,
+    height: int | None = None,
+    width: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    encoders: bool = True,
 ) -> QwenImageModel:
     """Reads a diffusers folder of a ``QwenImagePipeline``, or a hub id where there is no such folder.
 
@@ -214,20 +228,19 @@ def load(
 
     Args:
         height, width: in pixels, multiples of 16; None is the pipeline's default, 1024.
+        encoders: False leaves the text encoder out, as after ``free_encoders``.
     Raises:
         ValueError: the folder is of another family or a part of it is missing or does not fit; the size is none.
     """
-    pipeline = open_pipeline(path, QwenImageModel.family, PIPELINE, _PARTS)
+    pipeline = open_pipeline(path, QwenImageModel.family, [PIPELINE], _PARTS, encoders=encoders)
     net = pipeline.weights("transformer", QwenImageTransformer2DModel, torch_dtype=dtype)
     _check_transformer(path, net)
     vae = pipeline.weights("vae", AutoencoderKLQwenImage, torch_dtype=torch.float32)
     size = [_size(vae, name, value) for name, value in (("height", height), ("width", width))]
-    tokenizer = pipeline.read("tokenizer", Qwen2Tokenizer.from_pretrained)
-    _check_prefix(path, tokenizer)
+    text = _read_text(pipeline, dtype) if encoders else None
     scheduler = pipeline.read("scheduler", FlowMatchEulerDiscreteScheduler.from_pretrained)
-    text_encoder = pipeline.weights("text_encoder", Qwen2_5_VLForConditionalGeneration, dtype=dtype)
     shift = scheduler_shift(scheduler.config, size[0] * size[1] // (PATCH * vae.spatial_compression_ratio) ** 2)
-    return QwenImageModel(net, vae, tokenizer, text_encoder.model.language_model, shift, size[0], size[1])
+    return QwenImageModel(net, vae, text, shift, size[0], size[1])
 
 
 _PARTS = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
@@ -240,6 +253,13 @@ def _check_transformer(path: str, net: QwenImageTransformer2DModel) -> None:
                 f"model.path: the transformer of {path} has {setting} on, which Qwen-Image's editing and layered "
                 "relatives use; model.family qwen_image is text to image"
             )
+
+
+def _read_text(pipeline: PipelineFolder, dtype: torch.dtype) -> tuple[Qwen2Tokenizer, nn.Module]:
+    tokenizer = pipeline.read("tokenizer", Qwen2Tokenizer.from_pretrained)
+    _check_prefix(pipeline.path, tokenizer)
+    text_encoder = pipeline.weights("text_encoder", Qwen2_5_VLForConditionalGeneration, dtype=dtype)
+    return tokenizer, text_encoder.model.language_model
 
 
 def _check_prefix(path: str, tokenizer: Qwen2Tokenizer) -> None:

@@ -9,18 +9,21 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 from sigmazero import seeds
 from sigmazero.config import LoraConfig
+from sigmazero.models.adapters import start_adapters
 from sigmazero.models.base import FlowModel, guide
 from sigmazero.records import Conditioning
 from sigmazero.sampler import Velocity, padded
+from sigmazero.tensors import local, whole
 
 RoleKind = Literal["train", "frozen", "average"]
 
@@ -40,8 +43,10 @@ class Roles:
         sources: averaged role -> the role that it averages; it starts as its copy.
         lora: None for full copies.
         guidance_norm: overrides the family's, or ``family``.
+        shard: spreads a network over ranks, once all of its weights and what they require is final; told the precision
+            that a full copy with fp32 masters computes in.
     Raises:
-        ValueError: a LoRA target matches no linear layer of the network.
+        ValueError: a LoRA target matches no linear layer of the network, or ``lora.init`` does not fit.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class Roles:
         lora: LoraConfig | None = None,
         guidance_norm: str = "family",
         activation_checkpointing: bool = False,
+        shard: Callable[[nn.Module, torch.dtype | None], None] = lambda net, compute_dtype: None,
         seed: int = 0,
     ) -> None:
         self.model, self.kinds, self.storage_name = model, dict(kinds), "lora" if lora else "copy"
@@ -60,6 +66,7 @@ class Roles:
         self._guidance_norm = model.guidance_norm if guidance_norm == "family" else guidance_norm
         self._negative = model.encode([""])
         model.net.eval().requires_grad_(False)
+        base_dtype = next(model.net.parameters()).dtype
         self.base_fingerprint = _hash({"": model.net.state_dict()})
         self.num_base_parameters = sum(p.numel() for p in model.net.parameters())  # without adapters
         self._storage: _Storage = _Adapters(model, kinds, lora, seed) if lora else _Copies(model.net, kinds)
@@ -67,11 +74,14 @@ class Roles:
             for parameter in self._storage.own(role).values():
                 parameter.data = parameter.data.float()  # masters are fp32, whatever the base is kept in (B65)
                 parameter.requires_grad_(kind == "train")
+        if lora is not None and lora.init:
+            start_adapters(lora, {role: self.parameters(role) for role, kind in kinds.items() if kind != "frozen"})
         for target, source in sources.items():
             self.average(target, source, 0.0)
-        if activation_checkpointing:
-            for net in {id(n): n for n in map(self._storage.net, kinds)}.values():
+        for net in {id(n): n for n in map(self._storage.net, kinds)}.values():
+            if activation_checkpointing:
                 model.enable_activation_checkpointing(net, self._checkpointed)
+            shard(net, None if lora or net is model.net else base_dtype)
         self._current: str | None = None
 
     def velocity(self, role: str, guidance: float = 1.0) -> Velocity:
@@ -90,6 +100,14 @@ class Roles:
             return guide(positive, negative, guidance, self._guidance_norm)
 
         return padded(plain) if guidance == 1 else guided
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Pictures of latents, decoded on the network's device wherever the latents lie."""
+        return self.model.decode(latents.to(next(self.model.net.parameters()).device))
+
+    def net(self, role: str) -> nn.Module:
+        """The network that computes a role; adapters share one."""
+        return self._storage.net(role)
 
     def parameters(self, role: str) -> dict[str, Tensor]:
         """What a role owns, by name: its copy's parameters or its adapter's. Frozen roles own nothing of their own."""
@@ -111,9 +129,9 @@ class Roles:
         mine, theirs = self.parameters(target), self.parameters(source)
         if decay == 0:
             for name, value in mine.items():
-                value.copy_(theirs[name])
+                local(value).copy_(local(theirs[name]))
         else:
-            torch._foreach_lerp_(list(mine.values()), [theirs[n] for n in mine], 1 - decay)
+            torch._foreach_lerp_([local(v) for v in mine.values()], [local(theirs[n]) for n in mine], 1 - decay)
         self.versions[target] = self.versions[source]
 
     def fingerprint(self, role: str) -> str:
@@ -134,10 +152,12 @@ class Roles:
 
 def _hash(parts: Mapping[str, Mapping[str, Tensor]]) -> str:
     digest = hashlib.sha256()
+    if any(isinstance(value, FakeTensor) for tensors in parts.values() for value in tensors.values()):
+        return ""  # a plan's weights have no values
     for part, tensors in parts.items():
         for name in sorted(tensors):
             digest.update(f"{part}/{name}".encode())
-            digest.update(tensors[name].detach().float().cpu().contiguous().numpy().tobytes())
+            digest.update(whole(tensors[name].detach()).float().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -183,16 +203,15 @@ class _Adapters:
         self._net = model.net.eval()
         self._layers = [m for m in model.net.modules() if isinstance(m, BaseTunerLayer)]
         self._select(())
-        named = dict(model.net.named_parameters())
-        self._own = {
-            role: {n.replace(f".{role}.", "."): p for n, p in named.items() if f".{role}." in n} for role in own_adapter
-        }
+        named = list(dict(model.net.named_parameters()))
+        self._own = {role: {n.replace(f".{role}.", "."): n for n in named if f".{role}." in n} for role in own_adapter}
 
     def net(self, role: str) -> nn.Module:
         return self._net
 
     def own(self, role: str) -> dict[str, Tensor]:
-        return dict(self._own.get(role, {}))
+        named = dict(self._net.named_parameters())  # looked up each time: sharding puts others in their place
+        return {name: named[inside] for name, inside in self._own.get(role, {}).items()}
 
     @contextlib.contextmanager
     def selected(self, role: str) -> Generator[None]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
@@ -27,6 +28,8 @@ from transformers import (
     T5Tokenizer,
 )
 
+from sigmazero.models.attention import use_backend
+from sigmazero.models.base import compute_dtype
 from sigmazero.models.folder import (
     PipelineFolder,
     fill,
@@ -60,14 +63,14 @@ class SD3Model:
         self,
         net: SD3Transformer2DModel,
         vae: AutoencoderKL,
-        encoders: _Encoders,
+        encoders: _Encoders | None,
         schedule: Mapping[str, Any],
         height: int,
         width: int,
     ) -> None:
         self.net = net.eval()
         self._vae: Any = vae.eval().requires_grad_(False)
-        self._encoders: _Encoders | None = encoders
+        self._encoders = encoders
         self._schedule, self._height, self._width = schedule, height, width
         down = _downscale(vae.config)
         self.latent_shape = (net.config["in_channels"], height // down, width // down)
@@ -105,7 +108,7 @@ class SD3Model:
 
         Time stays fp32 into the sinusoid; the network itself casts the embedding, not the time (B03).
         """
-        dtype = next(net.parameters()).dtype
+        dtype = compute_dtype(net)
         return net(
             x.to(dtype),
             timestep=timestep(sigma),
@@ -134,6 +137,14 @@ class SD3Model:
             if isinstance(module, SD3Transformer2DModel):
                 module.enable_gradient_checkpointing(function)
 
+    def use_attention(self, backend: str, dtypes: Sequence[torch.dtype]) -> None:
+        """As ``attention.use_backend``: no mask."""
+        self.net.set_attn_processor(_JointAttention())  # pyright: ignore[reportArgumentType]
+        use_backend(self.net, backend, dtypes, masked=False)
+
+    def check_guidance(self, setting: str, scale: float) -> None:
+        """Any: its pipeline guides by two passes."""
+
     def metadata(self) -> Mapping[str, str]:
         """Family and size of the pictures, as strings."""
         return {"family": self.family, "height": str(self._height), "width": str(self._width)}
@@ -145,6 +156,37 @@ class SD3Model:
         """
         _, height, width = self.latent_shape
         return scheduler_shift(self._schedule, height * width // self.net.config["patch_size"] ** 2)
+
+
+class _JointAttention:
+    """diffusers' ``JointAttnProcessor2_0``, over its dispatcher instead of torch's attention alone."""
+
+    _attention_backend = AttentionBackendName.NATIVE  # named as in the processors of diffusers that dispatch
+
+    def __call__(
+        self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, **_: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Pictures ``[b, n, d]`` and, where it is given, text ``[b, m, d]``: each attends to both."""
+        streams = [_heads(attn, hidden_states, "to_{}", "norm_{}")]
+        if encoder_hidden_states is not None:
+            streams.append(_heads(attn, encoder_hidden_states, "add_{}_proj", "norm_added_{}"))
+        query, key, value = (torch.cat(parts, 1) for parts in zip(*streams, strict=True))
+        out = dispatch_attention_fn(query, key, value, backend=self._attention_backend).flatten(2)
+        length = hidden_states.shape[1]
+        pictures = attn.to_out[1](attn.to_out[0](out[:, :length]))
+        if encoder_hidden_states is None:
+            return pictures
+        return pictures, out[:, length:] if attn.context_pre_only else attn.to_add_out(out[:, length:])
+
+
+def _heads(attn: Any, x: Tensor, layer: str, norm: str) -> list[Tensor]:
+    """Query, key and value ``[b, n, heads, width]`` of ``x [b, n, d]``."""
+    found = []
+    for name in "qkv":
+        heads = getattr(attn, layer.format(name))(x).unflatten(-1, (attn.heads, -1))
+        normed = getattr(attn, norm.format(name)) if name != "v" else None
+        found.append(heads if normed is None else normed(heads))
+    return found
 
 
 def _clip(text: str, tokenizer: Any, encoder: nn.Module, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -167,26 +209,30 @@ def _tokens(text: str, tokenizer: Any, length: int) -> Tensor:
 
 
 def load(
-    path: str, *, height: int | None = None, width: int | None = None, dtype: torch.dtype = torch.float32
+    path: str,
+    *,
+    height: int | None = None,
+    width: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    encoders: bool = True,
 ) -> SD3Model:
     """Reads a pipeline folder, or a repository of the hub where ``path`` is no folder; safetensors, no remote code.
 
     Args:
         height, width: of the pictures in pixels; None is the pipeline's own size.
         dtype: of the transformer and the text encoders; the VAE is fp32.
+        encoders: False leaves the text encoders out, as after ``free_encoders``.
     Raises:
         ValueError: there is no such folder, it is another pipeline's, a part or a weight is missing, or the size is not
             one that VAE and patches can make.
     """
-    pipeline = open_pipeline(path, SD3Model.family, PIPELINE, _PARTS)
+    pipeline = open_pipeline(path, SD3Model.family, [PIPELINE], _PARTS, encoders=encoders)
     transformer, vae = (pipeline.config(part, *needed) for part, needed in _NEEDED.items())
     size = _checked_size(transformer, vae, height, width)
-    clip = [_encoder(pipeline, number, CLIPTokenizer, CLIPTextModelWithProjection, dtype) for number in ("", "_2")]
-    has_t5 = "text_encoder_3" in pipeline.parts
     return SD3Model(
         pipeline.weights("transformer", SD3Transformer2DModel, torch_dtype=dtype),
         pipeline.weights("vae", AutoencoderKL, torch_dtype=torch.float32),
-        _Encoders(clip, _encoder(pipeline, "_3", T5Tokenizer, T5EncoderModel, dtype) if has_t5 else None),
+        _read_encoders(pipeline, dtype) if encoders else None,
         pipeline.read("scheduler", FlowMatchEulerDiscreteScheduler.from_pretrained).config,
         *size,
     )
@@ -197,6 +243,12 @@ _NEEDED = {
     "transformer": (SD3Transformer2DModel, ("sample_size", "patch_size", "pos_embed_max_size")),
     "vae": (AutoencoderKL, ("block_out_channels", "scaling_factor", "shift_factor")),
 }
+
+
+def _read_encoders(pipeline: PipelineFolder, dtype: torch.dtype) -> _Encoders:
+    clip = [_encoder(pipeline, number, CLIPTokenizer, CLIPTextModelWithProjection, dtype) for number in ("", "_2")]
+    has_t5 = "text_encoder_3" in pipeline.parts
+    return _Encoders(clip, _encoder(pipeline, "_3", T5Tokenizer, T5EncoderModel, dtype) if has_t5 else None)
 
 
 def _encoder(

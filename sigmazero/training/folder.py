@@ -16,7 +16,10 @@ from sigmazero.config import RunConfig, parse
 
 _LOCK = ".lock"
 _DESCRIPTION = "run.json"
-_WRITTEN = ("checkpoints", "evaluation", "rollouts", "tensorboard", "metrics.jsonl", "scores.json", "report.html")
+_WRITTEN = (
+    *("checkpoints", "evaluation", "rollouts", "tensorboard", "profile"),
+    *("metrics.jsonl", "scores.json", "report.html"),
+)
 _PACKAGES = ("sigmazero", "torch", "diffusers", "transformers", "peft", "numpy", "safetensors")
 
 
@@ -83,7 +86,7 @@ class RunFolder:
             check_inputs(self.path, inputs or {})
         else:
             self._clear()
-            self.describe(config, inputs or {}, finished=False)
+        self.describe(config, inputs or {}, finished=False)
 
     def describe(self, config: RunConfig, inputs: Mapping[str, str], *, finished: bool) -> None:
         values = {
@@ -150,6 +153,19 @@ def check_inputs(folder: Path, inputs: Mapping[str, str]) -> None:
         )
 
 
+def check_config(path: Path, before: Mapping[str, Any], config: RunConfig) -> None:
+    """Refuses to go on with a run under settings that make it another one.
+
+    Raises:
+        ValueError: names what differs between the settings ``before``, of what is at ``path``, and these.
+    """
+    differences = list(_differences(parse(before).identity(), config.identity()))
+    if differences:
+        raise ValueError(
+            f"output: {path} holds another run ({'; '.join(differences[:5])}); set overwrite=true or another output"
+        )
+
+
 def write_json(path: Path, values: Any) -> None:
     """Writes JSON whole or not at all."""
     aside = path.with_name(path.name + ".writing")
@@ -159,11 +175,7 @@ def write_json(path: Path, values: Any) -> None:
 
 def _check_same(path: Path, described: Mapping[str, Any] | None, config: RunConfig) -> None:
     assert described is not None
-    differences = list(_differences(parse(described["config"]).identity(), config.identity()))
-    if differences:
-        raise ValueError(
-            f"output: {path} holds another run ({'; '.join(differences[:5])}); set overwrite=true or another output"
-        )
+    check_config(path, described["config"], config)
     if described["finished"]:
         raise ValueError(
             f"output: {path} holds this run, finished; set overwrite=true to run it again, or another output"

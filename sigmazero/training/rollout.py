@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from sigmazero.algorithms.advantages import dead_groups
 from sigmazero.algorithms.base import Algorithm
@@ -20,6 +21,7 @@ from sigmazero.pictures import quantized
 from sigmazero.records import Scores, Trajectory
 from sigmazero.rewards.scorer import Scorer
 from sigmazero.training import dump
+from sigmazero.training.parallel import ALONE, Ranks
 
 PART = 64  # samples that are made, decoded and handed to the rewards at a time
 
@@ -49,9 +51,11 @@ class Collector:
         engine: Engine,
         prompts: PromptStream,
         scorer: Scorer | None,
+        ranks: Ranks = ALONE,
+        device: torch.device | str = "cpu",
     ) -> None:
         self._config, self._algorithm, self._model, self._engine = config, algorithm, model, engine
-        self._prompts, self._scorer = prompts, scorer
+        self._prompts, self._scorer, self._ranks, self._device = prompts, scorer, ranks, device
         self._settings = config.rollout or RolloutConfig()
         self._replayed = dump.find(self._settings.replay) if self._settings.replay else []
 
@@ -68,7 +72,7 @@ class Collector:
         if self._scorer is None or not trajectories:
             return Rollout(trajectories, None, range(first, first + size))
         rollout = self._filtered(trajectories, values, failures, first, cycle)
-        if self._settings.dump_every and cycle % self._settings.dump_every == 0:
+        if self._ranks.is_first and self._settings.dump_every and cycle % self._settings.dump_every == 0:
             assert rollout.scores is not None
             dump.save(Path(self._config.output) / dump.FOLDER, cycle, rollout.trajectories, rollout.scores.values)
         return rollout
@@ -102,19 +106,26 @@ class Collector:
 
     def _sample(self, samples: range, cycle: int) -> tuple[list[Trajectory], dict[str, Tensor], list[str]]:
         """Trajectories, their values by reward, and what failed. The rewards work on one part while the next is
-        sampled."""
+        sampled; each rank scores its share of a part."""
         group = self._algorithm.group_size or 1
         prompts = self._prompts.prompts([sample // group for sample in samples])
         requests = self._algorithm.requests(prompts, samples, cycle)
         if self._scorer is None or not requests:
-            return (self._engine.generate(requests) if requests else []), {}, []
+            return [t.on_host() for t in self._engine.generate(requests)] if requests else [], {}, []
         done: list[Trajectory] = []
+        scored: list[int] = []
         for start in range(0, len(requests), PART):
             part = self._engine.generate(requests[start : start + PART])
-            pictures = quantized(self._model.decode(torch.stack([t.latents[-1] for t in part]))).cpu()
-            self._scorer.submit(pictures, [t.request.prompt for t in part])
-            done += part
-        return done, *self._scorer.gather()
+            own = self._ranks.share(len(part))
+            if own:
+                latents = torch.stack([part[i].latents[-1] for i in own]).to(self._device)
+                pictures = quantized(self._model.decode(latents)).cpu()
+                self._scorer.submit(pictures, [part[i].request.prompt for i in own])
+            scored += [start + i for i in own]
+            done += [trajectory.on_host() for trajectory in part]
+        with record_function("reward"):  # what is left of it once all is sampled
+            values, failures = self._scorer.gather()
+        return done, *_of_all_ranks(values, failures, scored, len(requests), self._ranks)
 
     def _filtered(
         self, drawn: list[Trajectory], values: dict[str, Tensor], failures: list[str], first: int, cycle: int
@@ -153,6 +164,22 @@ class Collector:
                 f"({self._settings.max_failed:g} of them): {'; '.join(list(dict.fromkeys(failures))[:3])}"
             )
         return total
+
+
+def _of_all_ranks(
+    values: dict[str, Tensor], failures: list[str], scored: Sequence[int], num_rows: int, ranks: Ranks
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Values of the rows that each rank scored as values of all rows; nan where a reward failed throughout a rank."""
+    if ranks.count == 1:
+        return values, failures
+    joined: dict[str, Tensor] = {}
+    parts = ranks.gather_json([{name: value.tolist() for name, value in values.items()}, failures, list(scored)])
+    for own, _, rows in parts:
+        for name, value in own.items():
+            joined.setdefault(name, torch.full((num_rows,), torch.nan, dtype=torch.float64))[rows] = torch.tensor(
+                value, dtype=torch.float64
+            )
+    return joined, [line for _, lines, _ in parts for line in lines]
 
 
 def _num_failed(total: Tensor) -> float:

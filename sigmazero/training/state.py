@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from sigmazero.config import OptimizerConfig
+from sigmazero.tensors import whole
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
@@ -27,6 +29,7 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
 
 
 _IDLE = "idle"  # in place of moments: some networks have weights that nothing they return depends on
+_MOMENTS = {"step", "exp_avg", "exp_avg_sq"}
 
 
 class RoleOptimizer:
@@ -51,7 +54,7 @@ class RoleOptimizer:
 
     def gradient_norm(self) -> Tensor:
         """The norm over all gradients of the role, before clipping."""
-        return torch.nn.utils.get_total_norm(self.gradients())
+        return whole(torch.nn.utils.get_total_norm(self.gradients()))
 
     def step(self, norm: Tensor) -> float:
         """Clips to ``config.clip``, steps, and returns the learning rate that was used."""
@@ -76,22 +79,35 @@ class RoleOptimizer:
             for key, value in (self._adam.state.get(p) or idle).items()
         }
 
-    def load(self, state: dict[str, Tensor], steps: int) -> None:
-        """Restores what ``state`` gave; ``steps`` is the count of steps behind it.
+    def room(self, names: Iterable[str], steps: int) -> dict[str, Tensor]:
+        """Tensors that the moments of those names can be read into, sharded as their parameters are.
 
+        Args:
+            steps: the count of steps behind them; without one there are none.
         Raises:
             ValueError: a moment is missing or there is one of an unknown parameter.
         """
-        moments: dict[str, dict[str, Tensor]] = {}
-        for key, value in state.items():
+        moments: dict[str, set[str]] = {}
+        for key in names:
             name, _, moment = key.rpartition("/")
-            moments.setdefault(name, {})[moment] = value
+            moments.setdefault(name, set()).add(moment)
         wanted = set(self.parameters) if steps else set()
-        if set(moments) != wanted:
-            raise ValueError(f"optimizer of {self.role}: moments do not match: {sorted(set(moments) ^ wanted)[:4]}")
+        wrong = {name for name, kinds in moments.items() if kinds not in ({_IDLE}, _MOMENTS)}
+        if wrong or set(moments) != wanted:
+            wrong |= set(moments) ^ wanted
+            raise ValueError(f"optimizer of {self.role}: moments do not match: {sorted(wrong)[:4]}")
+        empty = {_IDLE: torch.zeros(0), "step": torch.zeros(())}  # as torch has them: on the host
+        return {
+            f"{name}/{moment}": empty[moment].clone() if moment in empty else torch.zeros_like(self.parameters[name])
+            for name, kinds in moments.items() for moment in sorted(kinds)
+        }  # fmt: skip
+
+    def load(self, state: Mapping[str, Tensor], steps: int) -> None:
+        """Goes on with what ``room`` made and a checkpoint filled."""
         for name, parameter in self.parameters.items():
-            if name in moments and _IDLE not in moments[name]:
-                self._adam.state[parameter] = {k: v.clone() for k, v in moments[name].items()}
+            moments = {moment: state[key] for moment in _MOMENTS if (key := f"{name}/{moment}") in state}
+            if moments:
+                self._adam.state[parameter] = moments
         self.steps = steps
 
 

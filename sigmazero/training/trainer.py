@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,7 +15,10 @@ from sigmazero.data import PictureStream
 from sigmazero.engines.base import Engine
 from sigmazero.models.roles import Roles
 from sigmazero.records import Batch, rows_of
+from sigmazero.training.checkpoint import StoredTensors
+from sigmazero.training.parallel import ALONE, Ranks
 from sigmazero.training.phase import PhaseResult, run_phase
+from sigmazero.training.profiling import Stopwatch
 from sigmazero.training.rollout import Collector, Rollout
 from sigmazero.training.state import Counters, RoleOptimizer
 
@@ -33,10 +35,12 @@ class Trainer:
         collector: Collector,
         pictures: PictureStream,
         device: torch.device,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.config, self.algorithm, self.roles, self.engine = config, algorithm, roles, engine
-        self.collector, self.pictures, self.device = collector, pictures, device
+        self.collector, self.pictures, self.device, self.ranks = collector, pictures, device, ranks
         self.counters = Counters()
+        self.watch = Stopwatch(device, map(roles.net, roles.kinds), names=config.profile is not None)
         self.optimizers = {
             role: RoleOptimizer(role, roles.parameters(role), settings, self._num_steps(role))
             for role, settings in config.optimizers.items()
@@ -50,40 +54,38 @@ class Trainer:
 
     def run_cycle(self) -> dict[str, float]:
         """One rollout (or none) and the phases that are due: the unit of checkpoints and logging."""
-        started, cycle = time.perf_counter(), self.counters.cycle
-        rollout = self.collector.collect(self.counters.samples, cycle)
-        feeds = self._prepare(rollout, cycle)
-        metrics = {"time/rollout": time.perf_counter() - started, **rollout.metrics}
-        updated: set[str] = set()
-        for phase in self.algorithm.phases:
-            if cycle % phase.every == 0:
-                feeds = self._run(phase, feeds, metrics, updated)
-        self._average("cycle", updated, metrics)
-        self.engine.publish(self.algorithm.policy, self.roles.versions[self.algorithm.policy])
+        cycle, phases = self.counters.cycle, self.algorithm.phases
+        with self.watch.cycle(cycle):
+            with self.watch.part("rollout") as part:
+                rollout = self.collector.collect(self.counters.samples, cycle)
+                feeds = self._prepare(rollout, cycle)
+                part.samples = len(rollout.samples)
+            metrics, updated = dict(rollout.metrics), set[str]()
+            for phase in phases:
+                if cycle % phase.every == 0:
+                    feeds = self._run(phase, feeds, metrics, updated)
+            self._average("cycle", updated, metrics)
+            self.engine.publish(self.algorithm.policy, self.roles.versions[self.algorithm.policy])
         self.counters.cycle += 1
         self.counters.samples = rollout.samples.stop
-        metrics["time/cycle"] = time.perf_counter() - started
-        return metrics
+        counts = {"cycles": 1, "samples": len(rollout.samples), "samples_total": self.counters.samples}
+        metrics |= {f"count/{name}": float(count) for name, count in counts.items()}
+        metrics |= self.watch.metrics(self.ranks)
+        return metrics | _by_repeat(phases, cycle, metrics)
 
     def _prepare(self, rollout: Rollout, cycle: int) -> dict[str, Batch]:
         pictures = self._draw_pictures(rollout, cycle) if self.algorithm.uses_pictures else None
-        feeds = self.algorithm.feeds(rollout.trajectories, rollout.scores, pictures, cycle)
-        return {feed: self._on_device(batch) for feed, batch in feeds.items()}
+        return self.algorithm.feeds(rollout.trajectories, rollout.scores, pictures, cycle)
 
     def _draw_pictures(self, rollout: Rollout, cycle: int) -> Batch:
         pictures, prompts = self.pictures.pictures(rollout.samples)
         x0 = self.roles.model.encode_pictures(pictures.to(self.device))
-        return Batch(rows_of(rollout.samples, cycle) | {"x0": x0}, tuple(prompts))
-
-    def _on_device(self, batch: Batch) -> Batch:
-        moved = Batch({name: value.to(self.device) for name, value in batch.fields.items()}, batch.prompts)
-        return moved.with_condition(self.roles.model.encode([prompt.text for prompt in batch.prompts]))
+        return Batch(rows_of(rollout.samples, cycle) | {"x0": x0.cpu()}, tuple(prompts))
 
     def _run(
         self, phase: Phase, feeds: dict[str, Batch], metrics: dict[str, float], updated: set[str]
     ) -> dict[str, Batch]:
         """Runs a phase, ticks its averages, hands on what it wrote, counts what it skipped."""
-        started = time.perf_counter()
 
         def after_step() -> None:
             updated.update(phase.updates)
@@ -91,9 +93,13 @@ class Trainer:
             self.counters.skipped_in_a_row[phase.name] = 0
 
         size = self._micro_batch(phase)
-        result = run_phase(phase, self.roles, self.optimizers, feeds, size, self.counters.cycle, after_step)
+        with self.watch.part(phase.name) as part:
+            result = run_phase(
+                phase, self.roles, self.optimizers, feeds, size, self.counters.cycle, after_step, self.ranks,
+                self.device, self.config.training.staging, watch=self.watch,
+            )  # fmt: skip
+            part.samples, part.moved_bytes = max(len(feeds[feed]) for feed in phase.terms), result.moved_bytes
         metrics.update(result.metrics)
-        metrics[f"time/{phase.name}"] = time.perf_counter() - started
         counts = {"empty": result.empty, "skipped": result.skipped}
         metrics.update({f"train/{phase.name}_{name}": float(count) for name, count in counts.items() if count})
         self._count_skips(phase, result)
@@ -135,37 +141,58 @@ class Trainer:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that evolves, for a checkpoint: weights of trained and averaged roles, moments."""
-        weights = {
-            f"roles/{role}/{name}": value
-            for role, kind in self.roles.kinds.items() if kind != "frozen"
-            for name, value in self.roles.parameters(role).items()
-        }  # fmt: skip
-        moments = {f"optimizers/{r}/{name}": v for r, o in self.optimizers.items() for name, v in o.state().items()}
-        return weights | moments
+        moments = {role: optimizer.state() for role, optimizer in self.optimizers.items()}
+        return self._weights() | _named("optimizers", moments)
 
     def numbers(self) -> dict[str, Any]:
-        steps = {role: optimizer.steps for role, optimizer in self.optimizers.items()}
-        return {"counters": asdict(self.counters), "versions": dict(self.roles.versions), "optimizer_steps": steps}
+        """Counters, and the settings that make the run what it is, for a checkpoint."""
+        return {
+            "config": self.config.identity(),
+            "counters": asdict(self.counters),
+            "versions": dict(self.roles.versions),
+            "optimizer_steps": {role: optimizer.steps for role, optimizer in self.optimizers.items()},
+        }
 
-    @torch.no_grad()
-    def restore(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-        """Puts back what ``tensors`` and ``numbers`` gave.
+    def restore(self, tensors: StoredTensors, numbers: Mapping[str, Any]) -> None:
+        """Puts back what ``tensors`` and ``numbers`` gave, on any number of ranks.
 
         Raises:
-            ValueError: a tensor is missing, of another shape, or left over (B11).
+            ValueError: a tensor is missing, of another shape or dtype, or left over (B11).
         """
-        names = {name for name in self.tensors() if name.startswith("roles/")}
-        given = {name for name in tensors if name.startswith("roles/")}
-        if names != given:
-            raise ValueError(
-                f"the checkpoint does not fit this run: {sorted(names ^ given)[:4]} are only in one of them"
-            )
-        for role, kind in self.roles.kinds.items():
-            for name, value in self.roles.parameters(role).items() if kind != "frozen" else ():
-                value.copy_(tensors[f"roles/{role}/{name}"])
+        moments: dict[str, dict[str, Tensor]] = {}
         for role, optimizer in self.optimizers.items():
             prefix = f"optimizers/{role}/"
-            state = {name.removeprefix(prefix): v for name, v in tensors.items() if name.startswith(prefix)}
-            optimizer.load(state, numbers["optimizer_steps"][role])
+            names = [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]
+            moments[role] = optimizer.room(names, numbers["optimizer_steps"][role])
+        targets = self._weights() | _named("optimizers", moments)
+        if targets.keys() != tensors.keys():
+            raise ValueError(
+                f"the checkpoint does not fit this run: {sorted(targets.keys() ^ tensors.keys())[:4]} are only in one "
+                "of them"
+            )
+        tensors.fill(targets)
+        for role, optimizer in self.optimizers.items():
+            optimizer.load(moments[role], numbers["optimizer_steps"][role])
         self.roles.versions.update(numbers["versions"])
         self.counters = Counters(**numbers["counters"])
+
+    def _weights(self) -> dict[str, Tensor]:
+        moving = [role for role, kind in self.roles.kinds.items() if kind != "frozen"]
+        return _named("roles", {role: self.roles.parameters(role) for role in moving})
+
+
+def _by_repeat(phases: Sequence[Phase], cycle: int, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Metrics of a phase that is due several times for one of the slowest that trains, by which of these times it is:
+    those of its first time say how far it had fallen behind."""
+    trains = [phase for phase in phases if phase.updates]
+    period, found = max((phase.every for phase in trains), default=1), dict[str, float]()
+    for phase in trains:
+        if phase.every < period and cycle % phase.every == 0:
+            own = [n for n in metrics if n.startswith(f"train/{phase.name}_") or n == f"time/{phase.name}"]
+            found |= {f"{name}/repeat_{cycle % period // phase.every}": metrics[name] for name in own}
+    return found
+
+
+def _named(group: str, by_role: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """``group/role/name`` -> tensor."""
+    return {f"{group}/{role}/{name}": value for role, own in by_role.items() for name, value in own.items()}

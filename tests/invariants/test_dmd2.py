@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,15 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from sigmazero import data
+from sigmazero import data, seeds
 from sigmazero.config import RunConfig
 from sigmazero.data import GlyphCaptions
-from sigmazero.launch.local import Built, build
+from sigmazero.launch.local import Built, build, restore_newest
 from sigmazero.records import Batch, Conditioning
+from sigmazero.training.checkpoint import Saver
+from sigmazero.training.folder import RunFolder
 from sigmazero.training.phase import run_phase
 from tests.conftest import MakeRun
 
 LORA = {"roles.storage": "lora", "roles.lora": {"rank": 4, "alpha": 8.0}}
+ALL = {"algorithm.exit_step": "all"}
 STORAGES = pytest.mark.parametrize("storage", [{}, LORA], ids=["copy", "lora"])
 
 
@@ -213,6 +217,97 @@ def test_recomputed_exit_step_is_that_of_the_rollout(dmd2: MakeRun, transition: 
             )
             _, log = run(config, 3)
             assert [row["train/student_x0_recompute_gap"] for row in log[::2]] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("transition", ["renoise", "euler"])
+def test_rows_of_all_exits_are_those_of_the_runs_that_stop_there(
+    dmd2: MakeRun, tmp_path: Path, transition: str
+) -> None:
+    """Row by row and bit by bit, of three runs with one fixed exit each; draws of a sample's rows differ."""
+    every = feeds_of(build(dmd2({"algorithm.transition": transition, **ALL})))["rollout"]
+    assert every["sample"].tolist() == [sample for sample in range(6) for _ in range(3)]
+    assert every["step"].tolist() == [0, 1, 2] * 6
+    for exit_step in range(3):
+        plugin = tmp_path / f"exit_{exit_step}.py"
+        plugin.write_text(
+            f"def plan(sample, num_steps, seed):\n    return None, ({exit_step}, {exit_step + 1}), {exit_step}\n"
+        )
+        own = {"plugins": [f"{plugin}:plan"], "algorithm.step_strategy": f"{plugin}:plan"}
+        single = feeds_of(build(dmd2({"algorithm.transition": transition, **own})))["rollout"]
+        rows = every.take(range(exit_step, 18, 3))
+        assert rows.prompts == single.prompts
+        for name in ("sample", "sigma", "x", "x0"):
+            assert torch.equal(rows[name], single[name]), name
+    assert len({tuple(row.flatten().tolist()) for row in every["g"]}) == 18
+
+
+@STORAGES
+def test_gradients_of_all_exits_are_those_of_a_plain_loop(dmd2: MakeRun, storage: dict[str, Any]) -> None:
+    """One sample at a time, every step of it with a graph; the mean is over all rows of all samples."""
+    built = build(dmd2({**ALL, **storage}))
+    built.trainer.run_cycle()  # the roles differ now
+    feeds = feeds_of(built, cycle=2)
+    roles, model, guidance = built.roles, built.roles.model, 2.0
+    loss: dict[str, Tensor] = dict.fromkeys(("student", "fake_score"), torch.zeros(()))
+    for sample, prompt in zip(range(12, 18), GlyphCaptions("train", 0).prompts(range(12, 18)), strict=True):
+        condition = model.encode([prompt.text])
+
+        def velocity(role: str, x: Tensor, sigma: float, told: Conditioning = condition) -> Tensor:
+            with roles.selected(role):
+                return model.velocity(roles.net(role), x, torch.tensor([sigma]), told)
+
+        def noise(stream: str, step: int, sample: int = sample) -> Tensor:
+            return seeds.normal(0, stream, [sample], model.latent_shape, 2, step)
+
+        def drawn(name: str, step: int, x0: Tensor, sample: int = sample) -> tuple[float, Tensor, Tensor]:
+            """Sigma, noise and the noised sample of a score."""
+            low, high = (0.02, 0.98) if name == "score" else (0.0, 1.0)
+            u = math.floor(1000 * float(seeds.uniform(0, f"{name}_sigma", [sample], 2, step))) / 1000
+            sigma, eps = min(max(3 * u / (1 + 2 * u), low), high), noise(f"{name}_noise", step)
+            return sigma, eps, (1 - sigma) * x0 + sigma * eps
+
+        x = noise("initial_noise", 0)
+        grid = [1.0, 6 / 7, 0.6, 0.0]  # three steps, shift 3
+        for step, (now, after) in enumerate(itertools.pairwise(grid)):
+            x0 = x - now * velocity("student", x, now)
+            with torch.no_grad():
+                sigma, eps, noised = drawn("score", step, x0)
+                positive = velocity("teacher", noised, sigma)
+                negative = velocity("teacher", noised, sigma, model.encode([""]))
+                teacher = negative + guidance * (positive - negative)
+                g = (teacher - velocity("fake_score", noised, sigma)) / (teacher - (eps - x0)).abs().mean()
+            loss["student"] = loss["student"] + 0.5 * ((x0 - (x0 - g).detach()) ** 2).mean() / 18
+            sigma, eps, noised = drawn("fake", step, x0.detach())
+            error = velocity("fake_score", noised, sigma) - (eps - x0.detach())
+            loss["fake_score"] = loss["fake_score"] + (error**2).mean() / 18
+            x = ((1 - after) * x0 + after * noise("step_noise", step)).detach() if after else x0.detach()
+    for phase, role in ((1, "student"), (2, "fake_score")):
+        trained = {n: p for n, p in roles.parameters(role).items() if p.requires_grad}
+        wanted = dict(zip(trained, torch.autograd.grad(loss[role], list(trained.values())), strict=True))
+        assert max(g.abs().max() for g in wanted.values()) > 0.01
+        for micro_batch in (18, 5):
+            found = gradients(built, feeds, phase, micro_batch)
+            for name, value in wanted.items():
+                assert (found[name] - value).norm() <= 1e-4 * value.norm() + 1e-6, name
+
+
+@STORAGES
+def test_all_exits_recompute_exactly_and_go_on_from_a_checkpoint(
+    dmd2: MakeRun, tmp_path: Path, storage: dict[str, Any]
+) -> None:
+    """Four cycles at once and two with two more from their checkpoint are one run, bit for bit."""
+    config = dmd2({"optimizers.student.micro_batch": 4, **ALL, **storage})
+    straight, log = run(config, 4)
+    assert [row["train/student_x0_recompute_gap"] for row in log[::2]] == [0.0, 0.0]
+    first, _ = run(config, 2)
+    folder = RunFolder(tmp_path / "halves")
+    with Saver(folder.checkpoints, 1) as saver:
+        saver.save(2, first.trainer.tensors(), first.trainer.numbers())
+    second = build(config)
+    restore_newest(second, folder)
+    more = [second.trainer.run_cycle() for _ in range(2)]
+    assert_equal(weights_of(straight), weights_of(second))
+    assert [row["train/fake_score_loss"] for row in log[2:]] == [row["train/fake_score_loss"] for row in more]
 
 
 def test_samples_do_not_depend_on_their_batch(dmd2: MakeRun) -> None:

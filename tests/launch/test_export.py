@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,72 +18,17 @@ from torch import Tensor
 
 from sigmazero import cli, export
 from sigmazero.algorithms.base import Arm
-from sigmazero.config import LoraConfig, parse
+from sigmazero.config import LoraConfig
 from sigmazero.launch import export as launch
 from sigmazero.launch import reload
-from sigmazero.launch.export import Exported, export_run
+from sigmazero.launch.export import export_run
 from sigmazero.launch.local import load_model, train
 from sigmazero.launch.tiny import write_tiny
 from sigmazero.schedule import sigma_grid
 from tests.conftest import MakeRun
+from tests.launch.conftest import CLEAN, DTYPES, FAMILIES, PROMPTS, MakeExport, Trained
 
-FAMILIES = ("sd3", "flux2", "qwen_image")
-DTYPES = {"qwen_image": "bfloat16"}
-PROMPT = "a red fox in the snow"
-
-Trained = Callable[[str], Path]
-MakeExport = Callable[[str, str], Exported]
-
-
-@pytest.fixture(scope="module")
-def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("export")
-
-
-@pytest.fixture(scope="module")
-def trained(shelf: Path) -> Trained:
-    """A family's run folder: two cycles of DMD2 on a tiny pipeline, adapters of rank 4 and alpha 8, weights moved far.
-
-    SD3's student re-noises, the others are Euler's; Qwen-Image's base is in half precision.
-    """
-
-    def run(family: str) -> Path:
-        folder, base = shelf / family / "run", shelf / family / "base"
-        if folder.exists():
-            return folder
-        write_tiny(family, base)
-        (shelf / "prompts.txt").write_text(PROMPT + "\n")
-        transition = "renoise" if family == "sd3" else "euler"
-        settings = {
-            "num_cycles": 2,
-            "output": str(folder),
-            "model": {"family": family, "path": str(base), "dtype": DTYPES.get(family, "float32")},
-            "roles": {"storage": "lora", "lora": {"rank": 4, "alpha": 8.0}},
-            "data": {"prompts": str(shelf / "prompts.txt"), "batch_size": 2, "height": 32, "width": 32},
-            "algorithm": {
-                "name": "dmd2", "num_steps": 4, "teacher_steps": 4, "shift": 3.0, "fake_updates": 1,
-                "transition": transition,
-            },
-            "optimizers": {"student": {"lr": 3e-2}, "fake_score": {"lr": 3e-2}},
-            "training": {"threads": 1, "tensorboard": False},
-            "evaluate": {"num_captions": 8, "samples_per_caption": 2},
-        }  # fmt: skip
-        return train(parse(settings))
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def exported(shelf: Path, trained: Trained) -> MakeExport:
-    """An export of a family in a form, made once."""
-    made: dict[tuple[str, str], Exported] = {}
-
-    def make(family: str, form: str) -> Exported:
-        if (family, form) not in made:
-            made[family, form] = export_run(trained(family), shelf / family / form, form=form)
-        return made[family, form]
-
-    return make
+PROMPT = PROMPTS[0]
 
 
 def arm(num_steps: int = 4, shift: float = 3.0, kind: str = "ode", eta: float = 0.0, guidance: float = 1.0) -> Arm:
@@ -174,6 +118,17 @@ def test_b08_an_exported_pipeline_samples_the_students_pictures(family: str, exp
     assert pipeline.scheduler.config.stochastic_sampling == (family == "sd3")
     pipeline.transformer.load_state_dict(weights_of(done.folder.parent / "base"))
     assert (sample(**plain) - picture).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_b08_a_four_step_student_loads_where_sigmazero_cannot_be_imported(
+    family: str, exported: MakeExport, shelf: Path
+) -> None:
+    """The process had diffusers alone (``conftest.CLEAN_PYTHON``), and drew the in-memory student's picture."""
+    done = exported(family, "pipeline")
+    assert done.arm.num_steps == 4
+    assert str(done.folder) in (shelf / CLEAN).read_text().splitlines()
+    assert done.difference < 1e-4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -277,7 +232,7 @@ def test_glyph_weights_are_a_model_path(
     assert sorted(path.name for path in out.iterdir()) == ["glyph.safetensors", "sampler.json"]
     assert left_behind(tmp_path) == []
     model = load_model(dmd2({"model.path": str(out / "glyph.safetensors")}))
-    checkpoint = load_file(run / "checkpoints" / "cycle-00000004" / "tensors.safetensors")
+    checkpoint = load_file(next((run / "checkpoints" / "cycle-00000004").glob("*.safetensors")))
     average = {
         name.removeprefix("roles/student_ema/"): value for name, value in checkpoint.items() if "student_ema" in name
     }

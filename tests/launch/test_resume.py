@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from sigmazero.launch import judge, local
 from sigmazero.launch.local import build, restore_newest, train
 from sigmazero.metrics import MetricsLog, read_metrics
 from sigmazero.training import checkpoint
-from sigmazero.training.folder import RunFolder
+from sigmazero.training.folder import RunFolder, read_config
 from sigmazero.training.rollout import Collector
 from sigmazero.training.trainer import Trainer
 from tests.conftest import MakeRun
@@ -56,8 +57,8 @@ def outcome(folder: Path) -> Outcome:
     assert found is not None
     assert refused == []
     rows = read_metrics(folder / "metrics.jsonl")
-    timeless = [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
-    return Outcome(found.tensors, found.numbers, timeless, (folder / "scores.json").read_text())
+    timeless = [{n: value for n, value in row.items() if not n.startswith(("time/", "memory/"))} for row in rows]
+    return Outcome(found.tensors.whole(found.tensors), found.numbers, timeless, (folder / "scores.json").read_text())
 
 
 def assert_same(found: Outcome, wanted: Outcome) -> None:
@@ -128,7 +129,7 @@ KINDS = pytest.mark.parametrize("kind", ["copy", "lora", "flow"])
 STOPS = [
     pytest.param(MetricsLog, "write", 3, False, id="before a row"),
     pytest.param(MetricsLog, "write", 3, True, id="between a row and its checkpoint"),
-    pytest.param(checkpoint, "save", 2, True, id="after a checkpoint"),
+    pytest.param(checkpoint.Saver, "save", 2, True, id="after a checkpoint"),
     pytest.param(checkpoint, "sync", 3, False, id="half way through a checkpoint"),
     pytest.param(judge.Judge, "refresh", 2, False, id="before pictures"),
     pytest.param(judge.Judge, "refresh", 3, True, id="after pictures"),
@@ -201,12 +202,23 @@ def test_b24_a_damaged_newest_checkpoint_costs_cycles_and_nothing_else(
 ) -> None:
     wanted = reference("copy", make, straight, tmp_path)
     config = make("copy", tmp_path / "stopped")
-    interrupt(config, checkpoint, "save", 2, True)
-    tensors = tmp_path / "stopped" / "checkpoints" / "cycle-00000004" / "tensors.safetensors"
+    interrupt(config, checkpoint.Saver, "save", 2, True)
+    tensors = next((tmp_path / "stopped" / "checkpoints" / "cycle-00000004").glob("*.safetensors"))
     tensors.write_bytes(tensors.read_bytes()[:-9])
     assert_same(outcome(train(config)), wanted)
     assert "warning: checkpoint" in (err := capsys.readouterr().err)
     assert "cycle-00000004" in err
+
+
+def test_b24_where_no_checkpoint_can_be_read_nothing_starts_over_and_none_is_lost(make: Any, tmp_path: Path) -> None:
+    """For example those of another version."""
+    config = make("flow", tmp_path / "stopped")
+    interrupt(config, checkpoint.Saver, "save", 1, True)
+    state = tmp_path / "stopped" / "checkpoints" / "cycle-00000002" / "state.json"
+    state.write_text(state.read_text().replace('"schema": 2', '"schema": 1'))
+    with pytest.raises(ValueError, match=r"cycle-00000002 has schema 1, this version reads 2; .*set overwrite=true"):
+        train(config)
+    assert state.is_file()
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
@@ -214,7 +226,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, 
     found, _ = checkpoint.load_newest(folder / "checkpoints")
     assert found is not None
     cycle = int(found.path.name.removeprefix("cycle-"))
-    checkpoint.save(folder / "checkpoints", cycle, change(dict(found.tensors)), found.numbers, 2)
+    checkpoint.save(folder / "checkpoints", cycle, change(found.tensors.whole(found.tensors)), found.numbers, 2)
 
 
 @pytest.mark.parametrize("lost", ["roles/student_ema/", "roles/fake_score/", "optimizers/fake_score/"])
@@ -223,7 +235,7 @@ def test_b11_a_checkpoint_without_what_evolves_is_refused_by_name(
     kind: str, lost: str, make: Any, tmp_path: Path
 ) -> None:
     config = make(kind, tmp_path / "stopped")
-    interrupt(config, checkpoint, "save", 1, True)
+    interrupt(config, checkpoint.Saver, "save", 1, True)
     rewrite(tmp_path / "stopped", lambda tensors: {n: v for n, v in tensors.items() if not n.startswith(lost)})
     with pytest.raises(ValueError, match=lost.split("/")[1]):
         train(config)
@@ -232,7 +244,7 @@ def test_b11_a_checkpoint_without_what_evolves_is_refused_by_name(
 def test_b52_a_resumed_lora_run_has_the_saved_adapters(make: Any, tmp_path: Path) -> None:
     """Every B of student, fake score and average constant: so they are before the next step, and they count."""
     config, folder = make("lora", tmp_path / "stopped"), tmp_path / "stopped"
-    interrupt(config, checkpoint, "save", 1, True)
+    interrupt(config, checkpoint.Saver, "save", 1, True)
     constants = {"student": 0.3, "fake_score": 0.2, "student_ema": 0.1}
 
     def constant(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -265,14 +277,14 @@ def test_b52_a_resumed_lora_run_has_the_saved_adapters(make: Any, tmp_path: Path
 
 @pytest.mark.parametrize("kinds", [("lora", "copy"), ("copy", "lora")])
 def test_b52_adapters_do_not_become_copies_nor_the_reverse(kinds: tuple[str, str], make: Any, tmp_path: Path) -> None:
-    interrupt(make(kinds[0], tmp_path / "run"), checkpoint, "save", 1, True)
+    interrupt(make(kinds[0], tmp_path / "run"), checkpoint.Saver, "save", 1, True)
     with pytest.raises(ValueError, match=f"roles.storage was '{kinds[0]}', is '{kinds[1]}'"):
         train(make(kinds[1], tmp_path / "run"))
 
 
 def test_a_second_process_is_kept_out_and_touches_nothing(make: Any, tmp_path: Path) -> None:
     config, folder = make("copy", tmp_path / "run"), tmp_path / "run"
-    interrupt(config, checkpoint, "save", 1, True)
+    interrupt(config, checkpoint.Saver, "save", 1, True)
     before = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
     with RunFolder(folder):
         with pytest.raises(ValueError, match="in use by another process"), RunFolder(folder):
@@ -298,6 +310,34 @@ def test_what_is_only_watched_may_change_on_the_way(make: Any, straight: Any, tm
     found.rows = wanted.rows
     assert_same(found, wanted)
     assert len(list((tmp_path / "stopped" / "checkpoints").iterdir())) == 1
+
+
+def test_a_learning_rate_may_change_on_the_way(make: Any, tmp_path: Path) -> None:
+    """Rates of the rows before and after, decayed linearly to 0; and the run says what it went on with."""
+    config = make("flow", tmp_path / "stopped")
+    interrupt(config, Trainer, "run_cycle", 4, True)  # saved after cycle 2
+    rate = config.optimizers["student"].lr
+    faster = config.optimizers["student"].model_copy(update={"lr": 3 * rate})
+    changed = config.model_copy(update={"optimizers": {"student": faster}})
+    interrupt(changed, judge.Judge, "score_moving", 1, False)
+    rates = {row["cycle"]: row["train/student_lr"] for row in read_metrics(tmp_path / "stopped" / "metrics.jsonl")}
+    steps = [rate * (1 - step / CYCLES) for step in range(CYCLES)]
+    assert rates[2] == pytest.approx((steps[0] + steps[1]) / 2)
+    assert [rates[3], rates[4], rates[7]] == pytest.approx([3 * steps[2], 3 * steps[3], 3 * steps[6]])
+    assert read_config(tmp_path / "stopped").optimizers["student"].lr == 3 * rate
+
+
+def test_b11_a_checkpoint_of_another_run_is_refused_with_the_difference(make: Any, tmp_path: Path) -> None:
+    """It was put into the folder of a run that has not saved yet."""
+    for name, clip in (("one", 1.0), ("two", 0.5)):
+        config = make("flow", tmp_path / name)
+        settings = config.optimizers["student"].model_copy(update={"clip": clip})
+        config = config.model_copy(update={"optimizers": {"student": settings}})
+        interrupt(config, checkpoint.Saver, "save", 1, True)
+    shutil.rmtree(tmp_path / "two" / "checkpoints")
+    shutil.copytree(tmp_path / "one" / "checkpoints", tmp_path / "two" / "checkpoints")
+    with pytest.raises(ValueError, match=r"cycle-00000002 holds another run \(optimizers\.student\.clip was 1\.0, is"):
+        train(config)
 
 
 def cycles_logged(folder: Path) -> int:

@@ -210,7 +210,7 @@ def test_b11_a_checkpoint_without_an_average_is_refused_by_name(
     kind: str, lost: str, make: Make, tmp_path: Path
 ) -> None:
     config = make(kind, tmp_path / "stopped")
-    interrupt(config, checkpoint, "save", 1, True)
+    interrupt(config, checkpoint.Saver, "save", 1, True)
     prefix = f"roles/{lost}/"
     rewrite(tmp_path / "stopped", lambda tensors: {n: v for n, v in tensors.items() if not n.startswith(prefix)})
     with pytest.raises(ValueError, match=rf"does not fit this run: \['{prefix}"):
@@ -220,7 +220,7 @@ def test_b11_a_checkpoint_without_an_average_is_refused_by_name(
 def test_b11_the_old_policy_of_a_checkpoint_is_the_one_that_samples(make: Make, tmp_path: Path) -> None:
     """Not one that is copied anew from the policy."""
     config = make("nft", tmp_path / "stopped")
-    interrupt(config, checkpoint, "save", 1, True)
+    interrupt(config, checkpoint.Saver, "save", 1, True)
     rewrite(
         tmp_path / "stopped",
         lambda tensors: {n: torch.full_like(v, 0.25) if n.startswith("roles/old/") else v for n, v in tensors.items()},

@@ -1,10 +1,12 @@
-"""FLUX.2-klein: the families' checklist, and what only this family has."""
+"""FLUX.2, klein and dev: the families' checklist, and what only this family has."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,8 +27,7 @@ def _as_map(tokens: Tensor, height: int, width: int) -> Tensor:
     return tokens.permute(0, 2, 1).reshape(len(tokens), tokens.shape[2], height // 16, width // 16)
 
 
-class TestFlux2(FamilyChecklist):
-    module = flux2
+class Flux2Checklist(FamilyChecklist):
     fixed_length = True
 
     def sample(self, pipeline: Any, prompts: list[str], start: Tensor, num_steps: int, guidance: float) -> Tensor:
@@ -54,6 +55,10 @@ class TestFlux2(FamilyChecklist):
 
     def passed_time(self, sigma: Tensor) -> Tensor:
         return sigma
+
+
+class TestFlux2(Flux2Checklist):
+    module = flux2
 
     # Text.
 
@@ -110,6 +115,20 @@ class TestFlux2(FamilyChecklist):
         ours = self.picture(distilled, ["a red cat"], pipeline.scheduler.sigmas, 1.0)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
+    def test_guidance_of_a_distilled_base_is_refused_and_of_a_base_is_not(
+        self, folder: Path, tmp_path: Path, model: Any
+    ) -> None:
+        distilled = self.load(_edited(self, folder, tmp_path, "model_index.json", is_distilled=True))
+        with pytest.raises(
+            ValueError, match=r"^algorithm\.guidance is 3\.5, .*is_distilled.* set algorithm\.guidance to 1"
+        ):
+            distilled.check_guidance("algorithm.guidance", 3.5)
+        distilled.check_guidance("algorithm.guidance", 1.0)
+        model.check_guidance("algorithm.guidance", 3.5)
+
+    def test_an_embedded_guidance_does_nothing_for_klein_and_is_refused(self, folder: Path) -> None:
+        self.refused(folder, r"model\.embedded_guidance is 4, .* FLUX\.2-klein.* leave it out", embedded_guidance=4.0)
+
     def test_a_decoded_picture_has_a_gradient(self, model: Any) -> None:
         latents = self.noise(model, 2).requires_grad_()
         model.decode(latents).sum().backward()
@@ -117,10 +136,6 @@ class TestFlux2(FamilyChecklist):
         assert latents.grad.abs().amax((1, 2)).min() > 0
 
     # What is no FLUX.2-klein.
-
-    def test_flux2_dev_is_refused(self, folder: Path, tmp_path: Path) -> None:
-        changed = _edited(self, folder, tmp_path, "model_index.json", _class_name="Flux2Pipeline")
-        self.refused(changed, r"model\.path: .* is FLUX\.2-dev, whose guidance is embedded")
 
     def test_a_tokenizer_without_its_template_is_refused(self, folder: Path, tmp_path: Path) -> None:
         """It is a file of its own, easily left behind."""
@@ -147,11 +162,58 @@ class TestFlux2(FamilyChecklist):
             text.update(change)
         parts: list[Any] = [SimpleNamespace(config=net), model._vae, SimpleNamespace(config=text), model._tokenizer]
         with pytest.raises(ValueError, match=rf"model\.path: folder is no FLUX\.2-klein: .*{match}"):
-            flux2._check_fit("folder", *parts)
+            flux2._check_fit("folder", model._variant, *parts)
 
     def test_neither_a_folder_nor_a_hub_id_is_named(self) -> None:
         with pytest.raises(ValueError, match=r"model\.path: there is no folder runs/a/pipeline"):
             flux2.load("runs/a/pipeline")
+
+
+class TestFlux2Dev(Flux2Checklist):
+    """Guided by a number that the network reads: where the checklist guides, that number is what changes."""
+
+    module = SimpleNamespace(load=flux2.load, tiny=flux2.tiny_dev)
+
+    def picture(self, model: Any, prompts: Sequence[str], sigmas: Tensor, guidance: float) -> Tensor:
+        before, model.embedded_guidance = model.embedded_guidance, guidance
+        try:
+            return super().picture(model, prompts, sigmas, 1.0)
+        finally:
+            model.embedded_guidance = before
+
+    def test_prompts_are_embedded_as_the_pipelines_and_cut_at_512(self, model: Any, pipeline: Any) -> None:
+        """A mark of a picture is taken out of a prompt, because the encoder would look for the picture."""
+        prompts = ["", "a red [IMG]cat", "a very long story " * 40]
+        embedded = model.encode(prompts)["text"]
+        theirs, _ = pipeline.encode_prompt(prompts)
+        torch.testing.assert_close(embedded, theirs, rtol=0, atol=1e-4)  # of values up to 20
+        assert torch.equal(embedded[1], model.encode(["a red cat"])["text"][0])
+        assert not torch.equal(embedded[0], embedded[1])
+
+    def test_the_strength_is_the_pipelines_default_or_the_given_one(self, folder: Path, pipeline: Any) -> None:
+        default, given = self.load(folder), self.load(folder, embedded_guidance=2.5)
+        assert default.embedded_guidance == inspect.signature(pipeline.__call__).parameters["guidance_scale"].default
+        assert (default.metadata()["embedded_guidance"], given.metadata()["embedded_guidance"]) == ("4.0", "2.5")
+        assert self.load(folder, embedded_guidance=0.0).embedded_guidance == 0, "not the default"
+
+    def test_b03_a_half_precision_net_embeds_the_exact_strength(self, folder: Path) -> None:
+        model, seen = self.load(folder, dtype=torch.bfloat16, embedded_guidance=3.14159), []
+        model.net.time_guidance_embed.time_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        self.velocity(model, model.encode(["a red cat"]), rows=1)
+        torch.testing.assert_close(seen[1], torch.tensor([3141.59]))
+
+    def test_guidance_of_two_passes_is_refused(self, model: Any) -> None:
+        model.check_guidance("algorithm.guidance", 1.0)
+        with pytest.raises(
+            ValueError, match=r"^algorithm\.guidance is 2, .* to 1, .* model\.embedded_guidance, now 4$"
+        ):
+            model.check_guidance("algorithm.guidance", 2.0)
+
+    def test_a_network_that_embeds_no_guidance_is_refused(self, model: Any) -> None:
+        net = SimpleNamespace(config={**model.net.config, "guidance_embeds": False})
+        parts: list[Any] = [net, model._vae, model._encoder, model._tokenizer]
+        with pytest.raises(ValueError, match=r"folder is no FLUX\.2-dev: the transformer embeds no guidance"):
+            flux2._check_fit("folder", model._variant, *parts)
 
 
 def _edited(checks: FamilyChecklist, folder: Path, tmp_path: Path, file: str, **change: Any) -> Path:

@@ -6,6 +6,7 @@ import math
 import statistics
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from sigmazero.launch.local import Built, build
 from sigmazero.records import Batch, Prompt, RolloutRequest, Trajectory
 from sigmazero.rewards.base import Layout
 from sigmazero.rewards.scorer import Scorer
-from sigmazero.training import rollout
+from sigmazero.training import checkpoint, rollout
 from sigmazero.training.phase import run_phase
 from sigmazero.training.rollout import Collector, Rollout
 from sigmazero.training.state import RoleOptimizer
@@ -219,7 +220,7 @@ def test_metrics_are_of_everything_that_was_drawn(flow_grpo: MakeRun, start: Sta
     }
 
 
-def test_b12_no_sample_index_is_used_twice(flow_grpo: MakeRun, start: Start) -> None:
+def test_b12_no_sample_index_is_used_twice(flow_grpo: MakeRun, start: Start, tmp_path: Path) -> None:
     """Over cycles with refills, and after a resume."""
     config = flow_grpo({"rollout.max_refills": 3, "num_cycles": 4})
     values = dead(1, 3, 6, 7, 8, 10)
@@ -232,7 +233,8 @@ def test_b12_no_sample_index_is_used_twice(flow_grpo: MakeRun, start: Start) -> 
     first, second = start(config, mine=values), start(config, mine=values)
     for _ in range(2):
         first.trainer.run_cycle()
-    second.trainer.restore(first.state(), first.trainer.numbers())
+    saved = checkpoint.load(checkpoint.save(tmp_path, 2, first.trainer.tensors(), first.trainer.numbers(), 1))
+    second.trainer.restore(saved.tensors, saved.numbers)
     for _ in range(2):
         second.trainer.run_cycle()
     assert first.engine.asked + second.engine.asked == straight.engine.asked

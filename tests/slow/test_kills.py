@@ -1,0 +1,102 @@
+"""Two ranks killed at random instants, wherever they are, and started again: the run ends as it would have."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sigmazero.config import parse
+from sigmazero.launch.local import train
+from sigmazero.metrics import read_metrics
+from sigmazero.training import checkpoint
+from tests.conftest import MakeRun
+
+pytestmark = pytest.mark.slow
+NUM_KILLS = 20
+CYCLES = 16
+PATIENCE = 120.0  # seconds for a run of few seconds
+
+
+def rank(index: int, count: int, port: int, values: dict[str, Any]) -> None:
+    """What torchrun starts."""
+    torch.set_num_threads(1)
+    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "LOCAL_RANK": str(index)}
+    os.environ.update(where, RANK=str(index), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
+    train(parse(values))
+
+
+def start(count: int, values: dict[str, Any]) -> list[Any]:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")  # the imports are there already
+    processes = [context.Process(target=rank, args=(i, count, port, values)) for i in range(count)]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def wait(processes: Sequence[Any]) -> None:
+    for process in processes:
+        process.join(PATIENCE)
+        assert process.exitcode == 0, f"ended with {process.exitcode}"
+
+
+def final(values: dict[str, Any]) -> dict[str, Tensor]:
+    found, refused = checkpoint.load_newest(Path(values["output"]) / "checkpoints")
+    assert found is not None
+    assert not refused
+    assert found.numbers["counters"]["cycle"] == CYCLES
+    rows = read_metrics(Path(values["output"]) / "metrics.jsonl")
+    assert [row["cycle"] for row in rows] == list(range(1, CYCLES + 1))
+    return dict(found.tensors)
+
+
+@pytest.mark.parametrize("algorithm", ["dmd2", "flow_grpo"])
+def test_kills_at_random_instants_change_nothing(
+    request: pytest.FixtureRequest, tmp_path: Path, algorithm: str
+) -> None:
+    make: MakeRun = request.getfixturevalue(algorithm)
+    smooth = {f"optimizers.{role}.{key}": value for role in make().optimizers for key, value in
+              {"lr": 1e-3, "eps": 1e-6}.items()}  # fmt: skip
+
+    def settings(name: str) -> dict[str, Any]:
+        changes = {"num_cycles": CYCLES, "training.checkpoint_every": 2, "training.shard_ranks": None, **smooth}
+        return make({**changes, "output": str(tmp_path / name)}).model_dump(mode="json")
+
+    began = time.perf_counter()
+    wait(start(2, settings("straight")))
+    duration = time.perf_counter() - began
+    straight, draw, where = final(settings("straight")), random.Random(0), []
+    for kill in range(NUM_KILLS):
+        values = settings(f"killed-{kill}")
+        processes = start(2, values)
+        time.sleep(draw.uniform(0.1, duration))
+        for process in draw.sample(processes, 2):
+            os.kill(process.pid, signal.SIGKILL) if process.is_alive() else None
+        for process in processes:
+            process.join(PATIENCE)
+        where.append(sorted(path.name for path in (tmp_path / f"killed-{kill}").glob("checkpoints/*"))[-1:])
+        described = Path(values["output"]) / "run.json"
+        if not described.is_file() or '"finished": false' in described.read_text():
+            count = 1 if kill % 4 == 3 else 2
+            wait(start(count, values))
+        ended = final(values)
+        assert ended.keys() == straight.keys()
+        for name, value in straight.items():
+            if kill % 4 == 3:
+                torch.testing.assert_close(ended[name], value, rtol=1e-5, atol=1e-6)
+            else:
+                assert torch.equal(ended[name], value), f"kill {kill}: {name}"
+    print(f"killed after {where}")
