@@ -111,6 +111,7 @@ class QwenImageModel:
 
     def velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Conditioning) -> Tensor:
         _, dtype = _place(net)
+        is_whole = bool(condition["mask"].all())  # asked where it lies, the host: on the device it would wait
         mask = condition["mask"].to(x.device)
         embeddings = _blank(condition["embeddings"].to(x.device, dtype), mask)
         sigma = sigma.to(x.device, torch.float32)
@@ -119,7 +120,7 @@ class QwenImageModel:
                 hidden_states=x.to(dtype),
                 timestep=sigma,
                 encoder_hidden_states=embeddings,
-                encoder_hidden_states_mask=None if bool(mask.all()) else mask,  # without a mask attention is faster
+                encoder_hidden_states_mask=None if is_whole else mask,  # without a mask attention is faster
                 img_shapes=[[(1, *self._grid)]] * len(x),
                 return_dict=False,
             )[0]

@@ -133,11 +133,13 @@ class Staging:
         return (shared, told) if self._whole else (self._moved(shared), self._moved(told))
 
     def _moved(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies on the device, real ones also where that is the host."""
-        self.moved_bytes += sum(value.nbytes for value in values.values())
+        """Copies on the device, real ones also where that is the host. Masks and the like, which a network's host side
+        looks at, stay there: looking at them on the device would wait for it."""
+        floats = {name: value for name, value in values.items() if value.is_floating_point()}
+        self.moved_bytes += sum(value.nbytes for value in floats.values())
         if self._ahead and self._device.type == "cuda":
-            return {name: to_device(value, self._device) for name, value in values.items()}
-        return {name: value.to(self._device, copy=True) for name, value in values.items()}
+            return {**values, **{name: to_device(value, self._device) for name, value in floats.items()}}
+        return {**values, **{name: value.to(self._device, copy=True) for name, value in floats.items()}}
 
     def _items(
         self, tile: Tile, shared: Mapping[str, Tensor], told: Mapping[str, Tensor], blocks: Mapping[str, Tensor]

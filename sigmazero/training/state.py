@@ -29,7 +29,7 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
 
 
 _IDLE = "idle"  # in place of moments: some networks have weights that nothing they return depends on
-_MOMENTS = {"step", "exp_avg", "exp_avg_sq"}
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # in one order on all ranks, as whatever is gathered must be
 
 
 class RoleOptimizer:
@@ -92,7 +92,7 @@ class RoleOptimizer:
             name, _, moment = key.rpartition("/")
             moments.setdefault(name, set()).add(moment)
         wanted = set(self.parameters) if steps else set()
-        wrong = {name for name, kinds in moments.items() if kinds not in ({_IDLE}, _MOMENTS)}
+        wrong = {name for name, kinds in moments.items() if kinds not in ({_IDLE}, set(_MOMENTS))}
         if wrong or set(moments) != wanted:
             wrong |= set(moments) ^ wanted
             raise ValueError(f"optimizer of {self.role}: moments do not match: {sorted(wrong)[:4]}")

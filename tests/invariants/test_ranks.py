@@ -31,6 +31,8 @@ from tests.invariants.test_families import ALGORITHMS, LORA, PROMPTS
 from tests.pair import Pair
 
 HERE = "tests.invariants.test_ranks"
+COARSE, STEPS = f"{HERE}:coarse_scores", 1000
+CLIP = 5e-4  # below the norm of some gradients, which are clipped by the norm over all ranks
 LAYOUTS = [(2, 4), (2, 1), (1, 2)]  # (ranks that share one copy of the weights, micro-batch)
 MATRIX = [
     (family, algorithm, storage, LAYOUTS[i % len(LAYOUTS)])
@@ -44,7 +46,7 @@ def settings(folder: Path, family: str, algorithm: str, storage: str, micro_batc
     own = copy.deepcopy(ALGORITHMS[algorithm])
     for optimizer in own["optimizers"].values():
         # Adam divides by the gradient's size: with an epsilon below the rounding of one it would show nothing else.
-        optimizer |= {"micro_batch": micro_batch, "clip": 0.5, "eps": 1e-6}
+        optimizer |= {"micro_batch": micro_batch, "clip": CLIP, "eps": 1e-6}
     return {
         "output": "unused",
         "num_cycles": 4,
@@ -53,7 +55,17 @@ def settings(folder: Path, family: str, algorithm: str, storage: str, micro_batc
         "data": {"prompts": str(folder / "prompts.txt"), "batch_size": 8, "height": 32, "width": 32},
         "training": {"threads": 1, "device": "cpu", "rollout_rows": 4},
         **own,
+        **({"plugins": [COARSE], "rewards": {"own": _reward(COARSE)}} if "rewards" in own else {}),
     }
+
+
+def _reward(function: str) -> dict[str, Any]:
+    return {"kind": "function", "function": function, "batch_size": 1}
+
+
+def coarse_scores(pictures: list[Tensor], *_: Any) -> list[float]:
+    """The mean of a picture in steps, so that the last bit of a weight does not change it: pictures have 8 bits."""
+    return [round(float(torch.as_tensor(picture).double().mean()) * STEPS) / STEPS for picture in pictures]
 
 
 def run_cycles(ranks: Ranks, values: dict[str, Any], cycles: int = 2) -> dict[str, Any]:
@@ -71,8 +83,10 @@ def without_times(log: dict[str, float]) -> dict[str, float]:
 def assert_close(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert found["tensors"].keys() == wanted["tensors"].keys()
     for name, value in wanted["tensors"].items():
+        # Gradients, of which moments are averages, can be far below 1e-6: they are held to their own size.
+        atol = 1e-4 * float(value.abs().max()) if name.startswith("optimizers/") and value.numel() else 1e-6
         torch.testing.assert_close(
-            found["tensors"][name], value, rtol=1e-5, atol=1e-6, msg=lambda said, name=name: f"{name}: {said}"
+            found["tensors"][name], value, rtol=1e-5, atol=atol, msg=lambda said, name=name: f"{name}: {said}"
         )
     for mine, theirs in zip(found["logs"], wanted["logs"], strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-6)
@@ -97,7 +111,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("family", "algorithm", "storage", "layout"), MATRIX)
-def test_two_ranks_train_as_one(
+def test_two_ranks_train_as_one_b45_b46(
     pair: Pair, folder: Path, family: str, algorithm: str, storage: str, layout: tuple[int, int]
 ) -> None:
     shard, micro_batch = layout
@@ -105,8 +119,10 @@ def test_two_ranks_train_as_one(
     first, second = pair(f"{HERE}:run_cycles", shard, settings(folder, family, algorithm, storage, micro_batch))
     assert_close(first, alone)
     assert first["logs"] == second["logs"], "the ranks do not log the same global numbers"
-    moved = [n for n in first["tensors"] if n.startswith("roles/") and "ema" not in n and "old" not in n]
-    assert moved
+    norms = [log[name] for log in alone["logs"] for name in log if name.endswith("_grad_norm")]
+    assert norms
+    assert max(norms) > CLIP
+    assert all(log.get("group/dead", 0) < 1 for log in alone["logs"]), "no group teaches anything"
 
 
 @pytest.mark.parametrize(("algorithm", "shard"), [("dmd2", 2), ("flow_grpo", 2), ("nft", 1)])
@@ -118,8 +134,8 @@ def test_uneven_shares_and_rows_without_a_score_count_as_on_one_rank(
     values["data"]["batch_size"] = 7 if algorithm == "dmd2" else 6
     if algorithm != "dmd2":
         values["plugins"] = [f"{HERE}:some_scores"]
-        values["rewards"] = {"own": {"kind": "function", "function": f"{HERE}:some_scores", "batch_size": 1}}
-        values["rollout"] = {"group_size": 3, "max_failed": 0.5}
+        values["rewards"] = {"own": _reward(f"{HERE}:some_scores")}
+        values["rollout"] = {"group_size": 3, "max_failed": 0.9}
     alone = run_cycles(ALONE, values)
     first, _ = pair(f"{HERE}:run_cycles", shard, values)
     assert_close(first, alone)
@@ -127,10 +143,9 @@ def test_uneven_shares_and_rows_without_a_score_count_as_on_one_rank(
         assert alone["logs"][0]["reward/failed"] > 0, "every sample has a score: nothing is masked"
 
 
-def some_scores(pictures: list[Tensor], prompts: list[str], *_: Any) -> list[float | None]:
-    """The mean of a picture; none for those whose fourth decimal is odd."""
-    means = [float(torch.as_tensor(picture).double().mean()) for picture in pictures]
-    return [None if int(mean * 1e4) % 4 == 1 else mean for mean in means]
+def some_scores(pictures: list[Tensor], *_: Any) -> list[float | None]:
+    """The same; none for every other step."""
+    return [None if round(score * STEPS) % 2 else score for score in coarse_scores(pictures)]
 
 
 def two_cycles_with_nan_on_one_rank(ranks: Ranks, values: dict[str, Any]) -> dict[str, Any]:
@@ -333,7 +348,7 @@ def two_more_cycles(ranks: Ranks, values: dict[str, Any], folder: str) -> dict[s
     ("algorithm", "storage", "saved", "resumed"),
     [("dmd2", "lora", 2, 1), ("nft", "copy", 2, 0), ("flow_grpo", "lora", 0, 2), ("dmd2", "copy", 1, 2)],
 )
-def test_a_run_goes_on_with_another_number_of_ranks_or_another_layout(
+def test_a_run_goes_on_with_another_number_of_ranks_or_another_layout_b26(
     pair: Pair, folder: Path, tmp_path: Path, algorithm: str, storage: str, saved: int, resumed: int
 ) -> None:
     """``saved``, ``resumed``: ranks that a copy of the weights is spread over, of two; 0 is one rank alone."""

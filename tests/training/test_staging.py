@@ -38,7 +38,7 @@ def batch(rows: int = 5, steps: int = 4) -> Batch:
         "latents": torch.randn(rows, steps + 1, DIM, generator=draw),
     }  # fmt: skip
     told = Conditioning(
-        {"tokens": torch.arange(rows * 2).view(rows, 2), "mask": torch.rand(rows, 2, generator=draw) > 0.5}
+        {"tokens": torch.arange(rows * 2.0).view(rows, 2), "mask": torch.rand(rows, 2, generator=draw) > 0.5}
     )
     return Batch(fields, tuple(Prompt(i, f"prompt {i}") for i in range(rows)), told)
 
@@ -51,7 +51,8 @@ def float_bytes(given: Batch) -> int:
     """Of all that has to be on the device once."""
     assert given.condition is not None
     fields = [value for value in given.fields.values() if value.is_floating_point()]
-    return sum(value.nbytes for value in (*fields, *given.condition.fields.values()))
+    told = [value for value in given.condition.fields.values() if value.is_floating_point()]
+    return sum(value.nbytes for value in (*fields, *told))
 
 
 def pairs(tile: Tile) -> list[tuple[int, int]]:
