@@ -131,9 +131,12 @@ def sample(
 
 def _numbers(sigmas: str | None) -> tuple[float, ...] | None:
     try:
-        return None if sigmas is None else tuple(float(part) for part in sigmas.split(","))
+        numbers = None if sigmas is None else tuple(float(part) for part in sigmas.split(","))
     except ValueError:
         raise ValueError(f"--sigmas is {sigmas!r}; write numbers with commas, for example 1,.9,.75,.5") from None
+    if numbers is not None and numbers[-1] == 0:
+        raise ValueError(f"--sigmas is {sigmas!r}; leave out the last, 0, which every grid ends in")
+    return numbers
 
 
 def _prompts(given: list[str] | None, file: str | None) -> list[str]:

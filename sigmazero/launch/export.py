@@ -20,12 +20,14 @@ from torch import Tensor
 from sigmazero import export, seeds
 from sigmazero.algorithms.base import Arm
 from sigmazero.config import LoraConfig, RunConfig
+from sigmazero.data import PromptStream
 from sigmazero.engines.local import LocalEngine
 from sigmazero.launch import reload
-from sigmazero.launch.local import Built, build, load_model, use_threads
+from sigmazero.launch.local import Built, build, load_model, texts_of, use_threads
 from sigmazero.launch.reopen import request_of, restore
 from sigmazero.launch.sources import DEFAULT_PROMPTS, GLYPH_FILE, choose_arm, read_contract
-from sigmazero.models.conditions import KnownPrompts
+from sigmazero.models.conditions import ConditionsFolder, KnownPrompts
+from sigmazero.models.folder import has_encoders
 from sigmazero.models.roles import Roles
 from sigmazero.records import Prompt, RolloutRequest
 from sigmazero.tensors import read_tensors, sync, write_tensors
@@ -82,13 +84,18 @@ def _check(config: RunConfig, out: Path, form: str) -> None:
         raise ValueError(f"--as {form}: glyph has no diffusers pipeline; use --as weights, a file for model.path")
     if form == "lora" and config.roles.storage != "lora":
         raise ValueError("--as lora: this run trained full copies; use --as pipeline or --as weights")
+    if config.model.family != "glyph" and not has_encoders(config.model.path):
+        raise ValueError(
+            f"model.path of this run, {config.model.path}, has no text encoder, and diffusers needs it to sample the "
+            "export, which is checked so; put the encoder's and tokenizer's folders back there"
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--to: {out} holds something already; name a new folder")
 
 
 def _write(path: Path, config: RunConfig, folder: Path, work: Path, role: str | None, form: str) -> tuple[Arm, int]:
     """The export in ``folder``, and in ``work`` what the comparison needs: start, noise and the run's picture."""
-    with build(config) as built:
+    with build(config, encode=_encode_first) as built:
         cycle = restore(built, RunFolder(path))
         arm = _arm(built, role)
         model, own = built.roles.model, built.roles.parameters(arm.role)
@@ -113,6 +120,11 @@ def _write(path: Path, config: RunConfig, folder: Path, work: Path, role: str | 
         exact = _exact(config, built, request, merged)
         write_tensors(work / "ours.safetensors", {"picture": _picture(exact, request)})
     return arm, cycle
+
+
+def _encode_first(model: KnownPrompts, prompts: PromptStream, cache: ConditionsFolder | None) -> None:
+    """The prompt that the export is checked with; the others are not needed."""
+    model.prepare(texts_of(prompts)[:1], cache=cache)
 
 
 def _whereabouts(base: str) -> str:

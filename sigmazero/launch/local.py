@@ -32,7 +32,7 @@ from sigmazero.models.adapters import read_adapter
 from sigmazero.models.base import FlowModel
 from sigmazero.models.conditions import ConditionsFolder, KnownPrompts, encoder_fingerprint
 from sigmazero.models.folder import has_encoders
-from sigmazero.models.roles import Roles
+from sigmazero.models.roles import Roles, check_targets
 from sigmazero.progress import CycleProgress
 from sigmazero.records import Prompt
 from sigmazero.report import write_report
@@ -134,12 +134,12 @@ def load_rewards(config: RunConfig) -> Scorer | None:
 
 def encode_all(model: KnownPrompts, prompts: PromptStream, cache: ConditionsFolder | None) -> None:
     """Encodes a whole prompt file or every caption of a folder, and frees the encoders."""
-    texts = _texts(prompts)
+    texts = texts_of(prompts)
     with CycleProgress("encoding prompts", 0, len({"", *texts})) as progress:
         model.prepare(texts, progress.update, cache)
 
 
-def _texts(prompts: PromptStream) -> list[str]:
+def texts_of(prompts: PromptStream) -> list[str]:
     """Of a prompt file or a folder of pictures; none of endless captions."""
     return [prompt.text for prompt in prompts.all()] if isinstance(prompts, (PromptFile, PictureFolder)) else []
 
@@ -171,7 +171,8 @@ def _check_prompts(prompts: PromptStream, model: FlowModel, scorer: Scorer | Non
     """Finds a prompt that the family cannot read, or a reward cannot score, before training."""
 
     def check(prompt: Prompt) -> None:
-        model.encode([prompt.text])
+        if not isinstance(model, KnownPrompts):  # text encoders read anything
+            model.encode([prompt.text])
         if scorer is not None:
             scorer.check(prompt)
 
@@ -196,13 +197,16 @@ def build(config: RunConfig, ranks: Ranks = ALONE, encode: Callable[..., None] =
     prompts = open_prompts(config.data, config.seed)
     scorer = load_rewards(config)
     start = read_adapter(config.roles.lora.init) if config.roles.lora and config.roles.lora.init else None
-    cache, encoders = _conditions_cache(config, _texts(prompts))
+    cache, encoders = _conditions_cache(config, texts_of(prompts))
     model = load_model(config, encoders=encoders)
     model.net.to(device)
     if isinstance(model, KnownPrompts):
         masters = {torch.float32} if config.roles.storage == "copy" else set()
         model.use_attention(config.model.attention, [getattr(torch, config.model.dtype), *masters])
         model.check_guidance("algorithm.guidance", getattr(config.algorithm, "guidance", 1.0))
+        if config.roles.storage == "lora":  # a mistake here is told before minutes of encoding
+            lora = config.roles.lora or LoraConfig()
+            check_targets(model.net, lora.targets or model.lora_targets, lora.rank)
         (encode if encoders else encode_all)(model, prompts, cache)
     rewarded = scorer if config.algorithm.name in REWARDED else None  # else it only scores the evaluation
     _check_prompts(prompts, model, rewarded)

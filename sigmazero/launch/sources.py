@@ -114,7 +114,7 @@ def open_source(path: str, prompts: Sequence[str], wish: Wish) -> Source:
         return _open_run(folder, prompts, wish)
     if (folder / CONTRACT).is_file():
         return _in_words(path, _open_export, prompts, wish)
-    is_hub_id = not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", path)
+    is_hub_id = not folder.parent.is_dir() and re.fullmatch(r"[\w.-]+/[\w.-]+", path)  # else a name is mistyped
     if folder.is_file() or path in SHIPPED or (folder / "model_index.json").is_file() or is_hub_id:
         return _in_words(path, _open_base, prompts, wish)
     raise ValueError(

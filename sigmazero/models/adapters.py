@@ -128,7 +128,8 @@ def _check_layers(adapter: Adapter, own: Mapping[str, Tensor]) -> None:
         )
     if missing:
         raise ValueError(
-            f"roles.lora.init: {adapter.path} lacks {_some(missing)}; set roles.lora.targets to the layers of the file"
+            f"roles.lora.init: {adapter.path} lacks {_some(missing)}; set roles.lora.targets to the layers of the "
+            "file, if it was made for this network at all"
         )
 
 

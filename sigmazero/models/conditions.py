@@ -80,7 +80,7 @@ class ConditionsFolder:
         except ValueError as error:
             return _warned(str(error))
         if said != self._said(text, fields):
-            return _warned(f"{path} does not hold what this text encoder says of {text!r}")
+            return _warned(f"{path} does not hold what this text encoder says of {text[:60]!r}")
         return Conditioning({name: value.clone() for name, value in fields.items()})  # they were views of the file
 
     def write(self, text: str, condition: Conditioning) -> None:

@@ -186,7 +186,7 @@ class _Adapters:
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         targets = list(config.targets or model.lora_targets)
-        _check_targets(model.net, targets, config.rank)
+        check_targets(model.net, targets, config.rank)
         own_adapter = [role for role, kind in kinds.items() if kind != "frozen"]
         wrapper: peft.PeftModel | None = None  # it replaces the layers inside model.net, which stays the network
         for index, role in enumerate(own_adapter):
@@ -228,7 +228,12 @@ class _Adapters:
             layer._active_adapter = list(names)
 
 
-def _check_targets(net: nn.Module, targets: Sequence[str], rank: int) -> None:
+def check_targets(net: nn.Module, targets: Sequence[str], rank: int) -> None:
+    """Whether every target names a linear layer that an adapter of this rank fits.
+
+    Raises:
+        ValueError: names the target, and what there is.
+    """
     linear = {name: module for name, module in net.named_modules() if isinstance(module, nn.Linear)}
     for target in targets:
         covered = [module for name, module in linear.items() if name == target or name.endswith(f".{target}")]
