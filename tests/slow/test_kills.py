@@ -21,7 +21,7 @@ from sigmazero.launch.local import train
 from sigmazero.metrics import read_metrics
 from sigmazero.training import checkpoint
 from tests.conftest import MakeRun
-from tests.invariants.test_ranks import COARSE
+from tests.invariants.test_ranks import COARSE, assert_close
 
 pytestmark = pytest.mark.slow
 NUM_KILLS = 20
@@ -70,7 +70,7 @@ def test_kills_at_random_instants_change_nothing(
 ) -> None:
     make: MakeRun = request.getfixturevalue(algorithm)
     # Small steps, and a reward in steps: on another number of ranks the last bits differ, and must not grow.
-    smooth = {f"optimizers.{role}.lr": 3e-5 for role in make().optimizers}
+    smooth = {f"optimizers.{role}.lr": 1e-4 for role in make().optimizers}
     smooth |= {f"optimizers.{role}.eps": 1e-5 for role in make().optimizers}
     if make().rewards:
         smooth |= {"plugins": [COARSE], "rewards": {"own": {"kind": "function", "function": COARSE, "batch_size": 1}}}
@@ -98,9 +98,8 @@ def test_kills_at_random_instants_change_nothing(
             wait(start(count, values))
         ended = final(values)
         assert ended.keys() == straight.keys()
-        for name, value in straight.items():
-            if kill % 4 == 3:
-                torch.testing.assert_close(ended[name], value, rtol=1e-5, atol=1e-6)
-            else:
-                assert torch.equal(ended[name], value), f"kill {kill}: {name}"
+        if kill % 4 == 3:
+            assert_close({"tensors": ended, "logs": []}, {"tensors": straight, "logs": []})
+        else:
+            assert [n for n, value in straight.items() if not torch.equal(ended[n], value)] == [], f"kill {kill}"
     print(f"killed after {where}")
