@@ -225,6 +225,7 @@ class DMD2Config(_Settings):
     shift: Shift = 3.0  # of the student's grid and of the teacher's
     guidance: float = Field(default=2.0, ge=0, le=1000)  # of the teacher
     teacher_steps: int = Field(default=25, ge=1, le=1000)  # of the teacher in evaluation
+    teacher_shift: Shift | None = None  # of that grid; null: shift
     student_input: Literal["simulate", "data", "mixed"] = "simulate"
     transition: Literal["renoise", "euler"] = "renoise"
     step_strategy: str = "stop_at_random_step"

@@ -68,9 +68,9 @@ class DMD2:
     def arms(self) -> Sequence[Arm]:
         c = self.config
         kind, eta = TRANSITIONS[c.transition]
+        shifts = {c.num_steps: c.shift, c.teacher_steps: c.teacher_shift or c.shift}
         teacher = [
-            Arm(f"teacher@{n}", "teacher", n, c.shift, guidance=c.guidance)
-            for n in sorted({c.teacher_steps, c.num_steps}, reverse=True)
+            Arm(f"teacher@{n}", "teacher", n, shifts[n], guidance=c.guidance) for n in sorted(shifts, reverse=True)
         ]
         students = [
             Arm(f"{name}@{c.num_steps}", role, c.num_steps, self.evaluation_shift, kind, eta)

@@ -387,3 +387,14 @@ def test_b50_a_strategy_that_cannot_work_is_named_before_anything_is_loaded(
 def test_b15_a_strategy_of_another_kind_is_refused_with_what_dmd2_takes(dmd2: MakeRun) -> None:
     with pytest.raises(ValueError, match=r"'sde_window'; dmd2 takes 'stop_at_random_step', or a function of yours"):
         build(dmd2({"algorithm.step_strategy": "sde_window"}))
+
+
+def test_the_teacher_is_evaluated_on_its_own_grid_beside_the_students(dmd2: MakeRun) -> None:
+    arms = {
+        arm.name: arm for arm in build(dmd2({"algorithm.shift": 7.5, "algorithm.teacher_shift": 5.5})).algorithm.arms
+    }
+    assert {name: arm.shift for name, arm in arms.items()} == {
+        "teacher@4": 5.5, "teacher@3": 7.5, "student@3": 7.5, "student_raw@3": 7.5,
+    }  # fmt: skip
+    arms = {arm.name: arm for arm in build(dmd2({"algorithm.shift": 7.5})).algorithm.arms}
+    assert {arm.shift for arm in arms.values()} == {7.5}
