@@ -54,6 +54,14 @@ def wait(processes: Sequence[Any]) -> None:
         assert process.exitcode == 0, f"ended with {process.exitcode}"
 
 
+def wait_for_row(folder: Path, row: int) -> None:
+    """Until the run has logged a cycle; of cycle 0, until it is there."""
+    end = time.monotonic() + PATIENCE
+    while not (folder / "run.json").is_file() or len(read_metrics(folder / "metrics.jsonl")) < row:
+        assert time.monotonic() < end, f"cycle {row} does not come"
+        time.sleep(0.005)
+
+
 def final(values: dict[str, Any]) -> dict[str, Tensor]:
     found, refused = checkpoint.load_newest(Path(values["output"]) / "checkpoints")
     assert found is not None
@@ -79,14 +87,13 @@ def test_kills_at_random_instants_change_nothing(
         changes = {"num_cycles": CYCLES, "training.checkpoint_every": 2, **smooth}
         return make({**changes, "output": str(tmp_path / name)}).model_dump(mode="json")
 
-    began = time.perf_counter()
     wait(start(2, settings("straight")))
-    duration = time.perf_counter() - began
     straight, draw, where = final(settings("straight")), random.Random(0), []
     for kill in range(NUM_KILLS):
         values = settings(f"killed-{kill}")
         processes = start(2, values)
-        time.sleep(draw.uniform(0.1, duration))
+        wait_for_row(Path(values["output"]), draw.randrange(CYCLES))
+        time.sleep(draw.uniform(0, 0.2))  # of a cycle of about that
         for process in draw.sample(processes, 2):
             os.kill(process.pid, signal.SIGKILL) if process.is_alive() else None
         for process in processes:
@@ -99,7 +106,8 @@ def test_kills_at_random_instants_change_nothing(
         ended = final(values)
         assert ended.keys() == straight.keys()
         if kill % 4 == 3:
-            assert_close({"tensors": ended, "logs": []}, {"tensors": straight, "logs": []})
+            # Up to sixteen cycles of rounding: gradients follow it sooner than weights do.
+            assert_close({"tensors": ended, "logs": []}, {"tensors": straight, "logs": []}, moments=1e-3)
         else:
             assert [n for n, value in straight.items() if not torch.equal(ended[n], value)] == [], f"kill {kill}"
     print(f"killed after {where}")
