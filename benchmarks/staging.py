@@ -44,8 +44,8 @@ from sigmazero.training.state import RoleOptimizer
 
 ROWS, MICRO_BATCH, GRID, TOKENS, WIDTH = 4, 2, 32, 16, 32
 ARMS: dict[str, tuple[Mode, bool]] = {
-    "retained": ("off", True),
-    "released": ("off", False),
+    "retained": ("whole", True),
+    "released": ("whole", False),
     "staged": ("prefetch", False),
 }
 LIMITS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -187,11 +188,12 @@ def main() -> None:
     """Runs the command; a user's mistake ends in one line on stderr and exit code 2."""
     try:
         app(standalone_mode=True)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except (RuntimeError, MemoryError) as error:
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+        from sigmazero.progress import in_a_line
+
+        line = in_a_line(error)
+        if line is None:
             raise
-        print(f"error: out of memory; lower optimizers.ROLE.micro_batch or data.batch_size ({error})", file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank of a machine has the same to say
+            print(f"error: {line}", file=sys.stderr)
         sys.exit(2)

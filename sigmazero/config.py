@@ -433,7 +433,7 @@ class TrainingConfig(_Settings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = Field(default=0, ge=0, le=1024)
     rollout_rows: int = Field(default=128, ge=1, le=65536)  # of one network call without gradient, guidance not counted
-    staging: Literal["prefetch", "sync", "off"] = "prefetch"  # how rows of an update get to the device: docs/memory.md
+    staging: Literal["prefetch", "sync", "whole"] = "prefetch"  # how rows get to the device: docs/memory.md
     log_every: int = Field(default=10, ge=1)  # cycles
     checkpoint_every: int = Field(default=200, ge=1)  # cycles
     keep_checkpoints: int = Field(default=2, ge=1)

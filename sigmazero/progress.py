@@ -1,4 +1,4 @@
-"""What a person sees of a run: a bar on a terminal, a line every ten seconds elsewhere."""
+"""What a person sees of a run: a bar on a terminal, a line every ten seconds elsewhere, one line of what ended it."""
 
 from __future__ import annotations
 
@@ -71,3 +71,12 @@ def _worth_watching(metrics: Mapping[str, float]) -> dict[str, float]:
         if n.startswith("train/") and n.endswith("_loss")
     }
     return rewards or losses
+
+
+def in_a_line(error: BaseException) -> str | None:
+    """What a user is told of a mistake, or of a machine that is too small; None of anything else."""
+    if isinstance(error, (ValueError, OSError)):
+        return str(error)
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in str(error)):
+        return f"out of memory; lower optimizers.ROLE.micro_batch or data.batch_size ({error})"
+    return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import sys
 import threading
 import time
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from sigmazero.config import RunConfig
+from sigmazero.progress import in_a_line
 from sigmazero.training.parallel import ALONE, Ranks
 
 _CAUSE = "sigmazero/first_cause"  # key of the shared store: the failure that ended the run
@@ -48,12 +50,14 @@ def together(config: RunConfig) -> Generator[Ranks]:
     mesh = init_device_mesh(device, (count // shard, shard), mesh_dim_names=("replicate", "shard"))
     ranks = Ranks(mesh, reshard=config.training.reshard)
     store = _store()
-    threading.Thread(target=_watch, args=(store.clone(), ranks.index), daemon=True).start()
+    over = threading.Event()
+    threading.Thread(target=_watch, args=(store.clone(), ranks.index, over), daemon=True).start()
     try:
         with _only_first_speaks(ranks):
             yield ranks
     except BaseException as error:
         _end(store, ranks.index, error)
+    over.set()
     gc.collect()  # sharded networks go before the group that they talk through: gloo aborts at exit otherwise
     dist.destroy_process_group()
 
@@ -89,18 +93,22 @@ def _only_first_speaks(ranks: Ranks) -> Generator[None]:
 
 def _end(store: Any, index: int, error: BaseException) -> NoReturn:
     """Ends this process, and through the store the others. A failure that another one's caused is not printed."""
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, once another has ended: this one still has to speak
     if isinstance(error, KeyboardInterrupt):
+        if index == 0:
+            print("stopped; the same command goes on from the newest checkpoint, if there is one", file=sys.__stderr__)
         _leave(130)
     if isinstance(error, SystemExit):  # of all ranks alike
         dist.barrier()
         _leave(error.code if isinstance(error.code, int) else 1)
-    if isinstance(error, (RuntimeError, dist.DistBackendError)) and not _is_own(error):
+    if not _is_own(error):
         time.sleep(_WORD_WITHIN)  # the watcher ends this process if the cause has been told
-        text = f"rank {index}: another rank ended without a word; it was killed, or ran out of memory ({_line(error)})"
+        said = " ".join(str(error).split())
+        text = f"rank {index}: another rank ended without a word; it was killed, or ran out of memory ({said})"
     else:
-        text = f"rank {index}: {_line(error)}"
-        if not isinstance(error, (ValueError, OSError)):
-            text += "\n" + "".join(traceback.format_exception(error)).rstrip()
+        line = in_a_line(error)
+        text = f"rank {index}: {line or ''.join(traceback.format_exception(error)).rstrip()}"
     if store.compare_set(_CAUSE, "", text).decode() == text:
         print(f"error: {text}", file=sys.__stderr__, flush=True)
     _leave(2 if isinstance(error, ValueError) else 1)
@@ -108,22 +116,19 @@ def _end(store: Any, index: int, error: BaseException) -> NoReturn:
 
 def _is_own(error: BaseException) -> bool:
     """Whether it is this rank's own failure: those of others reach it as a broken connection."""
-    said = str(error)
-    return not any(word in said for word in ("Connection closed by peer", "Connection reset", "gloo", "NCCL", "Broken"))
+    words = ("Connection closed by peer", "Connection reset", "gloo", "NCCL", "Broken")
+    broken = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    return not broken and not isinstance(error, ConnectionError)
 
 
-def _line(error: BaseException) -> str:
-    said = " ".join(str(error).split())
-    return said if isinstance(error, ValueError) else f"{type(error).__name__}: {said}"
-
-
-def _watch(store: Any, index: int) -> None:
+def _watch(store: Any, index: int, over: threading.Event) -> None:
     """Ends this process soon after another has told why it ended, or when the store is gone."""
-    while True:
-        time.sleep(_LOOK_EVERY)
+    while not over.wait(_LOOK_EVERY):
         try:
             told = store.check([_CAUSE])
         except Exception:
+            if index == 0:
+                print("error: torchrun is gone; the same command goes on", file=sys.__stderr__, flush=True)
             told = True
         if told:
             _leave(1)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sigmazero.records import Batch, Conditioning, to_device
 
-Mode = Literal["prefetch", "sync", "off"]
+Mode = Literal["prefetch", "sync", "whole"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Staging:
         chains: of fields ``[b, T + 1, ...]`` the two names that a step sees its own item and the next one by. What two
             steps of a row see moves once.
         size: items of a tile at most.
-        mode: ``prefetch``; ``sync``: a tile moves right before its use and is waited for; ``off``: all rows move at
+        mode: ``prefetch``; ``sync``: a tile moves right before its use and is waited for; ``whole``: all rows move at
             once, and stay.
     Raises:
         ValueError: a field requires grad, is not on the host, or is of another length; nothing has moved then.
@@ -86,7 +86,7 @@ class Staging:
         self._shared = {name: value for name, value in rest.items() if name not in self._ids}
         self._told = dict(batch.condition.fields) if batch.condition else {}
         self._prompts = batch.prompts
-        self._device, self._whole, self._ahead = device, mode == "off", int(mode == "prefetch")
+        self._device, self._whole, self._ahead = device, mode == "whole", int(mode == "prefetch")
 
     def __iter__(self) -> Iterator[tuple[Tile, Batch]]:
         """Each tile with its items. On CUDA the host waits for no tile but, two ahead of it, for the one before."""

@@ -146,7 +146,7 @@ def test_b76_input_bytes_do_not_grow_with_the_steps(mode: Mode) -> None:
         held[steps] = [staged.input_bytes for _ in staged][-1]
     numbers = 38 * 2 * 4  # sigma of two rows
     assert held[40] == held[2] + numbers
-    whole = staging(batch(4, 40), 2, "off")
+    whole = staging(batch(4, 40), 2, "whole")
     assert [whole.input_bytes for _ in whole][-1] > float_bytes(batch(4, 40))
 
 
