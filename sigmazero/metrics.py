@@ -100,11 +100,18 @@ class MetricsLog:
             self._pending.setdefault(name, []).append(value)
 
     def write(self, cycle: int) -> None:
-        """Logs what was added since the last row, at the count of cycles done, combined by ``combined``."""
+        """Logs what was added since the last row, at the count of cycles done, combined by ``combined``.
+
+        Raises:
+            OSError: names the file, for example on a full disk.
+        """
         row = {name: combined(name, values) for name, values in self._pending.items()}
         self._pending = {}
-        self._file.write(json.dumps({"cycle": cycle, **row}) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps({"cycle": cycle, **row}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise OSError(f"{self._path} cannot be written: {error}") from None
         self._track(cycle, row)
 
     def _track(self, cycle: int, row: Mapping[str, float]) -> None:

@@ -166,3 +166,17 @@ def test_b72_lines_that_are_no_rows_are_left_out_and_the_others_stay(tmp_path: P
     ]
     path.write_bytes(b"\n".join(lines) + b"\n")
     assert read_metrics(path) == [{"cycle": 1, "a": 1}, {"cycle": 2, "a": 2}]
+
+
+def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def write(self, text: str) -> None:
+            raise OSError(28, "No space left on device")
+
+        def close(self) -> None: ...
+
+    with MetricsLog(tmp_path, 0, tensorboard=False) as log:
+        log._file.close()
+        monkeypatch.setattr(log, "_file", Full())
+        with pytest.raises(OSError, match=r"metrics\.jsonl cannot be written: .*No space left"):
+            log.write(1)
