@@ -56,9 +56,6 @@ class Conditioning:
         index = torch.as_tensor(rows, dtype=torch.long)
         return Conditioning({name: value[index.to(value.device)] for name, value in self.fields.items()})
 
-    def to(self, device: torch.device) -> Conditioning:
-        return Conditioning({name: value.to(device) for name, value in self.fields.items()})
-
     @staticmethod
     def cat(parts: Sequence[Conditioning]) -> Conditioning:
         return Conditioning({name: _padded_cat([part[name] for part in parts]) for name in parts[0].fields})

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from sigmazero import seeds
@@ -68,7 +69,6 @@ class Roles:
         model.net.eval().requires_grad_(False)
         base_dtype = next(model.net.parameters()).dtype
         self.base_fingerprint = _hash({"": model.net.state_dict()})
-        self.num_base_parameters = sum(p.numel() for p in model.net.parameters())  # without adapters
         self._storage: _Storage = _Adapters(model, kinds, lora, seed) if lora else _Copies(model.net, kinds)
         for role, kind in kinds.items():
             for parameter in self._storage.own(role).values():
@@ -110,7 +110,14 @@ class Roles:
         return self._storage.net(role)
 
     def parameters(self, role: str) -> dict[str, Tensor]:
-        """What a role owns, by name: its copy's parameters or its adapter's. Frozen roles own nothing of their own."""
+        """What a role owns, by name: its copy's parameters or its adapter's. Frozen roles own nothing of their own.
+
+        Of a sharded network these are the shards. Whole weights that were kept from a forward are dropped first: they
+        stand in the shards' place, and would not follow what is written into these (B44).
+        """
+        for module in self._storage.net(role).modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
         return self._storage.own(role)
 
     @contextlib.contextmanager
@@ -136,9 +143,10 @@ class Roles:
 
     def fingerprint(self, role: str) -> str:
         """A hash of every weight that the role computes with, in hexadecimal."""
+        own = self.parameters(role)
         shares_base = self._storage.net(role) is self.model.net
         base = {n: v for n, v in self.model.net.state_dict().items() if ".lora_" not in n} if shares_base else {}
-        return _hash({"base": base, "own": self.parameters(role)})
+        return _hash({"base": base, "own": own})
 
     def _checkpointed(self, block: nn.Module, *inputs: Any) -> Any:
         role = self._current

@@ -271,7 +271,8 @@ def test_a_sharded_bf16_critic_that_waits_for_the_student_trains_in_fp32_b44_b65
         assert float(mine.norm()) == pytest.approx(float(theirs.norm()), rel=0.05)
 
 
-def fingerprints_of_averages(ranks: Ranks, values: dict[str, Any]) -> dict[str, Any]:
+def fingerprints_of_averages(ranks: Ranks, values: dict[str, Any], reshard: bool = True) -> dict[str, Any]:
+    ranks.reshard = reshard
     with build(parse(values), ranks) as built:
         seen = [built.roles.fingerprint("student_ema")]
         sample = [built.engine.generate(_ema_request())[0].latents[-1]]
@@ -286,14 +287,14 @@ def _ema_request() -> list[RolloutRequest]:
     return [dataclasses.replace(requests(3)[0], policy="student_ema", plan=StepPlan(None, (3,), None))]
 
 
-@pytest.mark.parametrize("storage", ["lora", "copy"])
-def test_an_average_over_shards_is_sampled_as_it_is_now(pair: Pair, folder: Path, storage: str) -> None:
+@pytest.mark.parametrize(("storage", "reshard"), [("lora", True), ("copy", True), ("copy", False)])
+def test_an_average_over_shards_is_sampled_as_it_is_now(pair: Pair, folder: Path, storage: str, reshard: bool) -> None:
     """What a sharded network gathered for an earlier forward is not what it computes with after the average moved."""
     values = settings(folder, "sd3", "dmd2", storage, 4)
     values["algorithm"]["fake_updates"] = 1
     alone = fingerprints_of_averages(ALONE, values)
     assert len(set(alone["seen"])) == 3
-    first, second = pair(f"{HERE}:fingerprints_of_averages", 2, values)
+    first, second = pair(f"{HERE}:fingerprints_of_averages", 2, values, reshard)
     assert first["seen"] == second["seen"]
     assert first["seen"][0] == alone["seen"][0]
     assert len(set(first["seen"])) == 3
