@@ -488,10 +488,8 @@ def share(report: Report, repeats: int) -> None:
                 if turn:
                     shares.append(1 - sum(spent.values()) / whole)
             parts = {part: value / whole for part, value in spent.items()}
-            print(
-                f"{name}: {sum(p.numel() for p in built.roles.model.net.parameters()) / 1e6:.1f} M parameters, {whole:.1f} s a period;",
-                parts,
-            )
+            millions = sum(p.numel() for p in built.roles.model.net.parameters()) / 1e6
+            print(f"{name}: {millions:.1f} M parameters, {whole:.1f} s a period;", parts)
             report.found[f"share {name} parts"] = parts
         report.number(f"share {name}", statistics.median(shares), most=True)
 
