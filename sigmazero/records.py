@@ -19,12 +19,12 @@ class StepPlan(NamedTuple):
     """Which steps are stochastic, which latents come back, where the rollout stops.
 
     ``StepPlan(sde=(), ret=(1, 2), stop=1)``: no stochastic step; latents 1 and 2 come back; step 1 is the last and
-    jumps to sigma 0, so latent 2 is the prediction of the sample.
+    jumps to sigma 0, so latent 2 is the prediction of the sample. A rollout ends with the last latent that comes back.
     """
 
     sde: tuple[int, ...] | None  # None: no filter, every step is of the request's kind; (): none is stochastic
-    ret: tuple[int, ...]  # latent indices, ascending
-    stop: int | None  # the last step taken; None: the last of the schedule
+    ret: tuple[int, ...]  # latent indices, ascending; 0 is the first noise
+    stop: int | None  # the step that jumps to sigma 0; None: the schedule's last
 
 
 @dataclass(frozen=True)

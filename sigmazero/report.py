@@ -202,7 +202,7 @@ def _page(folder: Path, described: Values) -> dict[str, Any]:
 def _log(rows: Rows, described: Values, scores: Values) -> dict[str, Any]:
     """What the template shows of the metrics log."""
     curves = [(panel.title, _draw(panel)) for panel in panels(rows, scores)]
-    return {"health": health(rows, described), "findings": None, "curves": curves, "still": []}
+    return {"health": health(rows), "findings": None, "curves": curves, "still": []}
 
 
 def _rl_log(rows: Rows, described: Values, scores: Values) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def rollout(
     version: int = 0,
     calls: int = 0,
 ) -> list[Trajectory]:
-    """Samples a batch of requests; a row leaves when it stops, so the batch costs at most N network calls.
+    """Samples a batch of requests; a row leaves with its last latent that comes back: at most N network calls.
 
     Each step is stored in ``dtype`` and the next one starts from what was stored; the log-prob is that of the stored
     latent. Gradients flow where autograd is on.
@@ -77,7 +77,7 @@ def rollout(
     """
     plans = _checked(requests)
     last = [_last_step(request) for request in requests]
-    sigmas = stack_sigmas([_stopped(r.sigmas, stop) for r, stop in zip(requests, last, strict=True)])
+    sigmas = stack_sigmas([_sampled(r) for r in requests])
     velocity = padded(velocity)
     noise = _noise("initial_noise", requests, latent_shape, 0)
     x = (noise * column(sigmas[:, 0], noise)).to(device, dtype)
@@ -98,7 +98,7 @@ def rollout(
             if requests[b].debug:
                 rows[b].velocities.append(v[j])
     return [
-        recorded(r, torch.stack([row.latents[k] for k in plan.ret]), torch.stack(row.log_prob), row.velocities, version)
+        recorded(r, torch.stack([row.latents[k] for k in plan.ret]), _joined(row.log_prob), row.velocities, version)
         for r, plan, row in zip(requests, plans, rows, strict=True)
     ]
 
@@ -107,12 +107,11 @@ def recorded(
     request: RolloutRequest, latents: Tensor, log_prob: Tensor, velocities: Sequence[Tensor], version: int
 ) -> Trajectory:
     """The trajectory of a request: what was sampled, with the indices and sigmas that its plan says."""
-    stop = _last_step(request)
     return Trajectory(
         request=request,
         latents=latents,
         latent_indices=checked_plan(request.plan, len(request.sigmas) - 1).ret,
-        sigmas=_stopped(request.sigmas, stop)[: stop + 2],
+        sigmas=_sampled(request)[: _last_step(request) + 2],
         log_prob=log_prob,
         version=version,
         velocities=torch.stack(list(velocities)) if len(velocities) else None,
@@ -125,7 +124,8 @@ def num_calls(requests: Sequence[RolloutRequest]) -> int:
 
 
 def _last_step(request: RolloutRequest) -> int:
-    return len(request.sigmas) - 2 if request.plan.stop is None else request.plan.stop
+    """The step that makes the last latent that comes back; -1 where that is the first noise."""
+    return max(request.plan.ret) - 1
 
 
 def _checked(requests: Sequence[RolloutRequest]) -> list[StepPlan]:
@@ -161,10 +161,16 @@ def _advance(
     return x_next, scores
 
 
-def _stopped(sigmas: Tensor, last: int) -> Tensor:
-    """The schedule up to its last step, which jumps to sigma 0, filled with zeros to the full length."""
-    short = truncate(sigmas, last)
-    return torch.cat([short, torch.zeros(len(sigmas) - len(short))])
+def _sampled(request: RolloutRequest) -> Tensor:
+    """The schedule; of a stopped rollout up to its last step, which jumps to sigma 0, and zeros to the full length."""
+    if request.plan.stop is None:
+        return request.sigmas
+    short = truncate(request.sigmas, request.plan.stop)
+    return torch.cat([short, torch.zeros(len(request.sigmas) - len(short))])
+
+
+def _joined(scores: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(scores)) if len(scores) else torch.empty(0)
 
 
 def _is_stochastic(plan: StepPlan, i: int) -> bool:
@@ -173,4 +179,9 @@ def _is_stochastic(plan: StepPlan, i: int) -> bool:
 
 def _noise(stream: str, requests: Sequence[RolloutRequest], shape: Sequence[int], i: int) -> Tensor:
     """Each row's own noise of step ``i``: nothing but its seed, sample, cycle and the step decides it (B01)."""
-    return torch.cat([seeds.normal(r.seed, stream, [r.sample], shape, r.cycle, i) for r in requests])
+    noise = torch.empty((len(requests), *shape))
+    for seed in {r.seed for r in requests}:
+        rows = [row for row, r in enumerate(requests) if r.seed == seed]
+        own = [requests[row] for row in rows]
+        noise[rows] = seeds.normal(seed, stream, [r.sample for r in own], shape, [r.cycle for r in own], i)
+    return noise

@@ -100,7 +100,8 @@ def stop_at_random_step(samples_per_draw: int = 1) -> StepStrategy:
     """Stops at a step drawn uniformly over 0..N-1; its input and its prediction of the sample come back (DMD2).
 
     There is no stochastic filter: the steps before it are of the request's kind, the last one jumps to sigma 0.
-    ``samples_per_draw`` consecutive samples share a draw.
+    ``samples_per_draw`` consecutive samples share a draw. N consecutive draws are each step once, in random order: a
+    batch has as many rows of each exit as its size allows, and so has a rank's share of it.
 
     Raises:
         ValueError: ``samples_per_draw`` is below 1.
@@ -109,7 +110,8 @@ def stop_at_random_step(samples_per_draw: int = 1) -> StepStrategy:
         raise ValueError(f"stop_at_random_step: samples_per_draw is {samples_per_draw}; it must be at least 1")
 
     def plan(sample: int, num_steps: int, seed: int) -> StepPlan:
-        i = seeds.integers(seed, "exit_step", num_steps, [sample // samples_per_draw])[0]
+        deal, place = divmod(sample // samples_per_draw, num_steps)
+        i = int(seeds.generator(seed, "exit_step", deal).permutation(num_steps)[place])
         return StepPlan(None, (i, i + 1), i)
 
     return plan

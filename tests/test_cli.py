@@ -309,7 +309,7 @@ def test_show_prints_settings_roles_and_memory_of_copies(
     assert sizes["student_ema"] == pytest.approx([mib, 0, 0], abs=0.051)
     assert sizes["teacher"] == [0, 0, 0]
     phases = shown_phases(done.out)
-    assert {"evaluation", "rollout", "score", "student", "student step", "fake_score"} <= phases.keys()
+    assert {"evaluation", "rollout", "student", "student step", "fake_score"} <= phases.keys()
     for stays, own, peak in phases.values():
         assert stays == pytest.approx(8 * mib, abs=0.11)  # base, three copies, two pairs of moments
         assert peak == pytest.approx(stays + own, abs=0.11)
@@ -480,7 +480,7 @@ def test_a_run_in_use_is_not_evaluated(copied: Path, call: Call) -> None:
 
 def test_b40_a_run_that_stops_itself_is_one_line(recipe: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(config: RunConfig) -> Path:
-        raise ValueError("phase 'score' met non-finite values")
+        raise ValueError("phase 'student' met non-finite values")
 
     monkeypatch.setattr(local, "train", broken)
     assert_refused(call("train", recipe), "non-finite")

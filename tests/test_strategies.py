@@ -101,21 +101,33 @@ def test_ode_returns_the_sample_alone_and_filters_every_step() -> None:
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 4, 10])
-def test_stops_are_uniform_over_the_steps(num_steps: int) -> None:
-    counts = [0] * num_steps
+def test_stops_are_uniform_at_every_place_of_a_batch_and_balanced_in_it(num_steps: int) -> None:
+    """N consecutive samples stop at each step once; the sample at any one place of them stops anywhere, alike often."""
+    counts = [[0] * num_steps for _ in range(num_steps)]
     for sample in range(DRAWS):
         sde, ret, stop = stop_at_random_step()(sample, num_steps, 0)
         assert stop is not None
         assert sde is None
         assert ret == (stop, stop + 1)
-        counts[stop] += 1
-    assert chi_square(counts) < 27.9  # 9 degrees of freedom, at 0.1 %
+        counts[sample % num_steps][stop] += 1
+    assert all(sum(column) == DRAWS // num_steps for column in zip(*counts, strict=True))
+    assert all(chi_square(own) < 31 for own in counts)  # 9 degrees of freedom, ten times, at .3 % in all
+
+
+@pytest.mark.parametrize("num_steps", [2, 4])
+def test_neighbouring_deals_of_stops_are_independent(num_steps: int) -> None:
+    """The first exits of two deals, as a student that learns from every second batch meets them: all pairs alike."""
+    firsts = [stop_at_random_step()(num_steps * deal, num_steps, 0).stop or 0 for deal in range(DRAWS)]
+    pairs = [0] * num_steps**2
+    for one, other in zip(firsts[::2], firsts[1::2], strict=True):
+        pairs[one * num_steps + other] += 1
+    assert chi_square(pairs) < 37.7  # 15 degrees of freedom, at 0.1 %
 
 
 def test_stops_equal_numpy_philox_by_hand() -> None:
     key = np.array([5, 2], dtype=np.uint64)
-    draws = [np.random.Philox(key=key, counter=np.array([0, 0, 0, s], dtype=np.uint64)) for s in range(20)]
-    expected = [np.random.Generator(draw).integers(4) for draw in draws]
+    draws = [np.random.Philox(key=key, counter=np.array([0, 0, 0, s], dtype=np.uint64)) for s in range(5)]
+    expected = [int(i) for draw in draws for i in np.random.Generator(draw).permutation(4)]
     assert [stop_at_random_step()(s, 4, 5).stop for s in range(20)] == expected
 
 

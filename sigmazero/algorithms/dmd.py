@@ -4,9 +4,9 @@ Loss -> roles updated -> data needed:
   distribution matching (gradient on the student's sample) -> student     -> prompts
   velocity regression on the student's samples             -> fake_score  -> prompts
 
-The student rolls out from noise to a drawn exit step; that rollout is the sampler's, like any other. Only the exit step
-is computed again, with a gradient: a compute-only phase turns teacher and fake score into a gradient on the sample, the
-student phase sends it back. One graph of one role exists at a time.
+The student rolls out from noise to a drawn exit step; that rollout is the sampler's, like any other. In a cycle that
+updates the student it ends before the exit step, which then runs once, with a graph: teacher and fake score, without
+one, turn its prediction into a gradient, which goes back through it. The fake score learns from the same predictions.
 
 With ``exit_step: all`` a rollout takes every step, and each of them is a row: its input, and what it predicts there.
 """
@@ -52,13 +52,17 @@ class DMD2:
 
     @property
     def phases(self) -> Sequence[Phase]:
-        """In the first cycle of a period all three are due, on one rollout; in the others the fake score alone."""
-        period = self.config.fake_updates
+        """In the first cycle of a period both are due, on one rollout; in the others the fake score alone."""
         return (
-            Phase("score", {"rollout": self._score}, ("fake_score", "teacher"), writes=("g",), every=period),
-            Phase("student", {"rollout": self._pull_back}, ("student",), ("student",), every=period),
+            Phase(
+                "student", {"rollout": self._distil}, ("student", "teacher", "fake_score"), ("student",),
+                writes=("x0",), every=self.config.fake_updates, shared=("score_gradient_rms",),
+            ),
             Phase("fake_score", {"rollout": self._regress}, ("fake_score",), ("fake_score",)),
-        )
+        )  # fmt: skip
+
+    def _updates_student(self, cycle: int) -> bool:
+        return cycle % self.config.fake_updates == 0
 
     @property
     def averages(self) -> Sequence[Average]:
@@ -81,11 +85,13 @@ class DMD2:
     def requests(self, prompts: Sequence[Prompt], samples: range, cycle: int) -> list[RolloutRequest]:
         c = self.config
         sigmas, (kind, eta) = sigma_grid(c.num_steps, c.shift), TRANSITIONS[c.transition]
+        trains = self._updates_student(cycle)
         plans = [self.plan(sample) for sample in samples]
+        plans = [_up_to_exit(plan) for plan in plans] if trains else plans
         return [
             RolloutRequest(
                 sample, cycle, prompt, self.policy, sigmas, kind, eta, 1.0, self.seed, plan,
-                debug=self.config.exit_step == "all",
+                debug=self.config.exit_step == "all" and not trains,
             )
             for sample, prompt, plan in zip(samples, prompts, plans, strict=True)
         ]  # fmt: skip
@@ -108,26 +114,28 @@ class DMD2:
     def feeds(
         self, trajectories: Sequence[Trajectory], scores: Scores | None, pictures: Batch | None, cycle: int
     ) -> dict[str, Batch]:
-        """Input and prediction of each exit step, with the sigma it was sampled at: one row a sample, or N.
-
-        ``step`` keeps the draws of a sample's rows apart.
+        """Of each exit step, one a sample or N: its input with the sigma there where the student is updated, and what
+        it predicted where it is not. ``step`` keeps the draws of a sample's rows apart.
         """
-        exits = [self._exits(t) for t in trajectories]
-        rows = [t.request for t, own in zip(trajectories, exits, strict=True) for _ in range(len(own["step"]))]
+        exits = [self._inputs(t) if self._updates_student(cycle) else self._predictions(t) for t in trajectories]
+        counts = [len(next(iter(own.values()))) for own in exits]
+        rows = [t.request for t, count in zip(trajectories, counts, strict=True) for _ in range(count)]
         fields = rows_of([request.sample for request in rows], cycle)
-        fields |= {name: torch.cat([own[name] for own in exits]) for name in ("x", "x0", "sigma", "step")}
+        fields |= {name: torch.cat([own[name] for own in exits]) for name in exits[0]}
+        fields["step"] = torch.cat([torch.arange(count) for count in counts])
         return {"rollout": Batch(fields, tuple(request.prompt for request in rows))}
 
-    def _exits(self, t: Trajectory) -> dict[str, Tensor]:
-        """A sample's rows: its one exit, or every step with what the student predicted there."""
-        if self.config.exit_step == "all":
-            assert t.velocities is not None
-            x, sigmas = t.latents[:-1], t.sigmas[:-1]
-            x0 = x0_from_velocity(x, t.velocities, to_device(sigmas, x.device))
-            return {"x": x, "x0": x0, "sigma": sigmas, "step": torch.arange(len(x))}
-        i = t.latent_indices[-1] - 1
-        x, x0, sigma = t.latent(i)[None], t.latent(i + 1)[None], t.sigmas[i : i + 1]
-        return {"x": x, "x0": x0, "sigma": sigma, "step": torch.zeros(1, dtype=torch.long)}
+    def _inputs(self, t: Trajectory) -> dict[str, Tensor]:
+        """The input of the exit step, where the rollout ended, or of every step."""
+        indices = t.latent_indices if self.config.exit_step == "all" else t.latent_indices[-1:]
+        return {"x": torch.stack([t.latent(i) for i in indices]), "sigma": t.sigmas[list(indices)]}
+
+    def _predictions(self, t: Trajectory) -> dict[str, Tensor]:
+        """The sample of a stopped rollout, or what the student predicted at every step of a whole one."""
+        if t.velocities is None:
+            return {"x0": t.latents[-1:]}
+        x = t.latents[:-1]
+        return {"x0": x0_from_velocity(x, t.velocities, to_device(t.sigmas[:-1], x.device))}
 
     def _noised(self, batch: Batch, settings: SigmaConfig, stream: str) -> tuple[Tensor, Tensor, Tensor]:
         """The student's samples at a drawn sigma: ``(x_s, eps, sigma)``."""
@@ -138,28 +146,35 @@ class DMD2:
         sigma, eps = to_device(sigma, x.device), to_device(eps, x.device)
         return add_noise(x, eps, sigma), eps, sigma
 
-    def _score(self, roles: Roles, batch: Batch) -> Mapping[str, Tensor]:
-        """The gradient on each sample; no network keeps a graph."""
+    def _distil(self, roles: Roles, batch: Batch) -> Mapping[str, Tensor]:
+        """The exit step, the one student forward there is, and the gradient on its prediction that goes back."""
+        assert batch.condition is not None
+        v = roles.velocity("student")(batch["x"], batch["sigma"], batch.condition)
+        x0 = x0_from_velocity(batch["x"], v, batch["sigma"])
+        g = self._gradient(roles, batch.with_fields(x0=x0.detach()))
+        rms = g.double().pow(2).flatten(1).mean(1).sqrt().float()
+        return {"loss": surrogate_loss(x0, g), "x0": x0, "score_gradient_rms": rms}
+
+    @torch.no_grad()
+    def _gradient(self, roles: Roles, batch: Batch) -> Tensor:
+        """On each of the student's samples, of teacher and fake score."""
         assert batch.condition is not None
         noised, eps, sigma = self._noised(batch, self.config.score_sigma, "score")
         teacher = roles.velocity("teacher", self.config.guidance)(noised, sigma, batch.condition)
         fake = roles.velocity("fake_score")(noised, sigma, batch.condition)
-        g = distribution_gradient(teacher, fake, batch["x0"], eps, sigma, self.config.normalizer)
-        return {"g": g, "gradient_rms": g.double().pow(2).flatten(1).mean(1).sqrt().float()}
-
-    def _pull_back(self, roles: Roles, batch: Batch) -> Mapping[str, Tensor]:
-        """The one student forward that holds a graph: the exit step again, with the gradient sent through it."""
-        assert batch.condition is not None
-        v = roles.velocity("student")(batch["x"], batch["sigma"], batch.condition)
-        x0 = x0_from_velocity(batch["x"], v, batch["sigma"])
-        gap = (x0.detach() - batch["x0"].float()).abs().flatten(1).amax(1)
-        return {"loss": surrogate_loss(x0, batch["g"]), "x0_recompute_gap": gap}
+        return distribution_gradient(teacher, fake, batch["x0"], eps, sigma, self.config.normalizer)
 
     def _regress(self, roles: Roles, batch: Batch) -> Mapping[str, Tensor]:
         assert batch.condition is not None
         noised, eps, sigma = self._noised(batch, self.config.fake_sigma, "fake")
         v = roles.velocity("fake_score")(noised, sigma, batch.condition)
         return {"loss": velocity_loss(v, batch["x0"], eps)}
+
+
+def _up_to_exit(plan: StepPlan) -> StepPlan:
+    """A plan without its last step, whose input is the last latent that comes back."""
+    assert plan.stop is not None
+    return StepPlan(plan.sde, tuple(i for i in plan.ret if i <= plan.stop), None)
 
 
 def build(config: RunConfig) -> Algorithm:

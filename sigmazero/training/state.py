@@ -46,7 +46,7 @@ class RoleOptimizer:
         self.role, self.parameters, self.config, self.num_steps, self.steps = role, parameters, config, num_steps, 0
         self._adam = torch.optim.AdamW(
             list(parameters.values()), lr=config.lr, betas=config.betas, eps=config.eps,
-            weight_decay=config.weight_decay, foreach=True,
+            weight_decay=config.weight_decay, fused=True,
         )  # fmt: skip
 
     def gradients(self) -> list[Tensor]:
@@ -96,9 +96,8 @@ class RoleOptimizer:
         if wrong or set(moments) != wanted:
             wrong |= set(moments) ^ wanted
             raise ValueError(f"optimizer of {self.role}: moments do not match: {sorted(wrong)[:4]}")
-        empty = {_IDLE: torch.zeros(0), "step": torch.zeros(())}  # as torch has them: on the host
         return {
-            f"{name}/{moment}": empty[moment].clone() if moment in empty else torch.zeros_like(self.parameters[name])
+            f"{name}/{moment}": _room(self.parameters[name], moment)
             for name, kinds in moments.items() for moment in sorted(kinds)
         }  # fmt: skip
 
@@ -109,6 +108,13 @@ class RoleOptimizer:
             if moments:
                 self._adam.state[parameter] = moments
         self.steps = steps
+
+
+def _room(parameter: Tensor, moment: str) -> Tensor:
+    """Zeros as torch has that moment: the fused form counts steps on the device."""
+    if moment == _IDLE:
+        return torch.zeros(0)
+    return torch.zeros((), device=parameter.device) if moment == "step" else torch.zeros_like(parameter)
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Mapping
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor
 
 from sigmazero import data, seeds
+from sigmazero.algorithms.dmd import DMD2
 from sigmazero.config import RunConfig
 from sigmazero.data import GlyphCaptions
 from sigmazero.launch.local import Built, build, restore_newest
-from sigmazero.records import Batch, Conditioning
+from sigmazero.records import Batch, Conditioning, StepPlan
 from sigmazero.training.checkpoint import Saver
 from sigmazero.training.folder import RunFolder
 from sigmazero.training.phase import run_phase
@@ -28,10 +30,11 @@ STORAGES = pytest.mark.parametrize("storage", [{}, LORA], ids=["copy", "lora"])
 
 
 def feeds_of(built: Built, cycle: int = 0) -> dict[str, Batch]:
-    """The rollout of a cycle as the loop prepares it, with the score phase's gradient."""
+    """The rollout of a cycle that updates the student, as the loop prepares it, with what the student predicts."""
     trainer, size = built.trainer, built.config.data.batch_size
     feeds = trainer._prepare(trainer.collector.collect(cycle * size, cycle), cycle)
-    return trainer._run(built.algorithm.phases[0], feeds, {}, set())
+    computing = dataclasses.replace(built.algorithm.phases[0], updates=())
+    return trainer._run(computing, feeds, {}, set())
 
 
 def gradients(built: Built, feeds: Mapping[str, Batch], phase: int, micro_batch: int) -> dict[str, Tensor]:
@@ -47,6 +50,11 @@ def gradients(built: Built, feeds: Mapping[str, Batch], phase: int, micro_batch:
     optimizer.step = catch  # pyright: ignore[reportAttributeAccessIssue]
     run_phase(wanted, built.roles, built.trainer.optimizers, feeds, micro_batch)
     return caught
+
+
+def plan_of(built: Built, sample: int) -> StepPlan:
+    assert isinstance(built.algorithm, DMD2)
+    return built.algorithm.plan(sample)
 
 
 def weights_of(built: Built) -> dict[str, Tensor]:
@@ -67,13 +75,14 @@ def assert_equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
 @STORAGES
 def test_fake_equal_to_teacher_without_guidance_gives_zero_gradient(dmd2: MakeRun, storage: dict[str, Any]) -> None:
     built = build(dmd2({"algorithm.guidance": 1.0, **storage}))
-    feeds = feeds_of(built)
-    assert torch.equal(feeds["rollout"]["g"], torch.zeros_like(feeds["rollout"]["g"]))
-    assert all(not g.any() for g in gradients(built, feeds, 1, 6).values())
+    found = gradients(built, feeds_of(built), 0, 6)
+    assert found
+    assert all(not g.any() for g in found.values())
+    assert built.trainer.run_cycle()["train/score_gradient_rms"] == 0
 
 
 @STORAGES
-@pytest.mark.parametrize("phase", [1, 2], ids=["student", "fake_score"])
+@pytest.mark.parametrize("phase", [0, 1], ids=["student", "fake_score"])
 def test_b46_b53_micro_batches_and_row_order_change_nothing(dmd2: MakeRun, storage: dict[str, Any], phase: int) -> None:
     """Also ragged ones (B53): 7 rows as 7, 3+3+1, 4+3, 1 each, reversed."""
     built = build(dmd2({"data.batch_size": 7, **storage}))
@@ -93,17 +102,17 @@ def test_b46_weight_0_leaves_a_row_out_of_value_and_denominator(dmd2: MakeRun) -
     built.trainer.run_cycle()
     feeds = feeds_of(built, cycle=2)
     batch = feeds["rollout"]
-    kept = gradients(built, {"rollout": batch.take([0, 1, 2, 3])}, 1, 6)
-    g = batch["g"].clone()
-    g[4:] = 1e6
-    masked = batch.with_fields(weight=torch.tensor([1.0, 1, 1, 1, 0, 0]), g=g)
-    for name, value in gradients(built, {"rollout": masked}, 1, 4).items():
+    kept = gradients(built, {"rollout": batch.take([0, 1, 2, 3])}, 0, 6)
+    x = batch["x"].clone()
+    x[4:] = 1e6
+    masked = batch.with_fields(weight=torch.tensor([1.0, 1, 1, 1, 0, 0]), x=x)
+    for name, value in gradients(built, {"rollout": masked}, 0, 4).items():
         torch.testing.assert_close(value, kept[name], rtol=1e-5, atol=1e-6)
 
 
 @STORAGES
 def test_exactly_one_student_forward_holds_a_graph(dmd2: MakeRun, storage: dict[str, Any]) -> None:
-    """And teacher and fake score hold none in the student's part of the cycle."""
+    """And teacher and fake score hold none in the student's part of the cycle. No step of the student is made twice."""
     built = build(dmd2({"data.batch_size": 8, **storage}))
     calls: list[tuple[str | None, bool]] = []
     inner = built.roles.model.velocity
@@ -118,6 +127,7 @@ def test_exactly_one_student_forward_holds_a_graph(dmd2: MakeRun, storage: dict[
     assert calls.count(("student", True)) == 1
     assert [role for role, graph in calls if graph] == ["student", "fake_score"]
     assert calls.count(("teacher", False)) == 1
+    assert calls.count(("student", False)) == max(plan_of(built, sample).stop or 0 for sample in range(8)) > 0
 
 
 @STORAGES
@@ -125,7 +135,7 @@ def test_b74_each_loss_moves_its_own_role_only(dmd2: MakeRun, storage: dict[str,
     built = build(dmd2(storage))
     built.trainer.run_cycle()
     feeds = feeds_of(built, cycle=2)
-    for phase, role in ((1, "student"), (2, "fake_score")):
+    for phase, role in ((0, "student"), (1, "fake_score")):
         before = weights_of(built)
         run_phase(built.algorithm.phases[phase], built.roles, built.trainer.optimizers, feeds, 6)
         after = weights_of(built)
@@ -173,8 +183,10 @@ def test_b22_backward_simulation_uses_no_real_data(dmd2: MakeRun, monkeypatch: p
     assert_equal(plain, weights_of(run(dmd2(), 3)[0]))
 
 
-def test_b22_b76_an_exit_at_step_2_costs_three_calls_without_gradient(dmd2: MakeRun, tmp_path: Path) -> None:
-    """A strategy of one's own, from a file, fixes the exit; the grid is 1, .75, .5, .25 (shift 1)."""
+def test_b22_b76_an_exit_at_step_2_costs_three_calls_of_which_the_last_may_have_a_graph(
+    dmd2: MakeRun, tmp_path: Path
+) -> None:
+    """A strategy of one's own, from a file, fixes the exit; the grid is 1, .75, .5, .25 (shift 1). K = 2."""
     plugin = tmp_path / "exit_two.py"
     plugin.write_text("def plan(sample, num_steps, seed):\n    return None, (2, 3), 2\n")
     name = f"{plugin}:plan"
@@ -186,20 +198,25 @@ def test_b22_b76_an_exit_at_step_2_costs_three_calls_without_gradient(dmd2: Make
     inner = built.roles.model.velocity
 
     def spy(net: torch.nn.Module, x: Tensor, sigma: Tensor, condition: Conditioning) -> Tensor:
-        seen.append((sigma[0].item(), torch.is_grad_enabled()))
+        if built.roles._current == "student":
+            seen.append((sigma[0].item(), torch.is_grad_enabled()))
         return inner(net, x, sigma, condition)
 
     built.roles.model.velocity = spy  # pyright: ignore[reportAttributeAccessIssue]
-    trajectories = built.trainer.collector.collect(0, 0).trajectories
+    built.trainer.run_cycle()
+    assert seen == [(1.0, False), (0.75, False), (0.5, True)]
+    seen.clear()
+    built.trainer.run_cycle()
     assert seen == [(1.0, False), (0.75, False), (0.5, False)]
-    assert all(t.sigmas.tolist() == [1.0, 0.75, 0.5, 0.0] for t in trajectories)
+    for cycle, end in ((0, []), (1, [0.0])):
+        trajectories = built.trainer.collector.collect(0, cycle).trajectories
+        assert all(t.sigmas.tolist() == [1.0, 0.75, 0.5, *end] for t in trajectories)
 
 
 def test_b23_shared_exit_step_is_one_a_cycle_and_per_sample_ones_differ(dmd2: MakeRun) -> None:
     def exits(mode: str) -> list[set[int | None]]:
         built = build(dmd2({"algorithm.exit_step": mode, "algorithm.num_steps": 4}))
-        prompts = GlyphCaptions("train", 0).prompts(range(6))
-        return [{r.plan.stop for r in built.algorithm.requests(prompts, range(c * 6, c * 6 + 6), c)} for c in range(12)]
+        return [{plan_of(built, sample).stop for sample in range(c * 6, c * 6 + 6)} for c in range(12)]
 
     shared, own = exits("shared"), exits("per_sample")
     assert all(len(stops) == 1 for stops in shared)
@@ -208,15 +225,26 @@ def test_b23_shared_exit_step_is_one_a_cycle_and_per_sample_ones_differ(dmd2: Ma
 
 
 @pytest.mark.parametrize("transition", ["renoise", "euler"])
-def test_recomputed_exit_step_is_that_of_the_rollout(dmd2: MakeRun, transition: str) -> None:
-    """``x0_recompute_gap`` is exactly 0 in fp32 on the CPU, for micro-batches of any size, also after updates."""
-    for storage in ({}, LORA):
-        for micro_batch in (6, 4, 1):
-            config = dmd2(
-                {"algorithm.transition": transition, "optimizers.student.micro_batch": micro_batch, **storage}
-            )
-            _, log = run(config, 3)
-            assert [row["train/student_x0_recompute_gap"] for row in log[::2]] == [0.0, 0.0]
+@STORAGES
+def test_the_students_exit_step_is_that_of_a_rollout_that_goes_through(
+    dmd2: MakeRun, storage: dict[str, Any], transition: str
+) -> None:
+    """Bit by bit in fp32 on the CPU, for micro-batches of any size, also after updates."""
+    for micro_batch in (6, 4, 1):
+        built = build(
+            dmd2({"algorithm.transition": transition, "optimizers.student.micro_batch": micro_batch, **storage})
+        )
+        for cycle in (0, 2):
+            rollout = feeds_of(built, cycle)["rollout"]
+            samples = rollout["sample"].tolist()
+            requests = built.algorithm.requests(rollout.prompts, range(samples[0], samples[-1] + 1), cycle)
+            whole = [dataclasses.replace(r, plan=plan_of(built, r.sample)) for r in requests]
+            for row, t in enumerate(built.engine.generate(whole)):
+                assert torch.equal(rollout["x"][row], t.latents[-2])
+                assert torch.equal(rollout["x0"][row], t.latents[-1])
+                assert rollout["sigma"][row] == t.sigmas[-2]
+            built.trainer.run_cycle()
+            built.trainer.run_cycle()
 
 
 @pytest.mark.parametrize("transition", ["renoise", "euler"])
@@ -224,7 +252,9 @@ def test_rows_of_all_exits_are_those_of_the_runs_that_stop_there(
     dmd2: MakeRun, tmp_path: Path, transition: str
 ) -> None:
     """Row by row and bit by bit, of three runs with one fixed exit each; draws of a sample's rows differ."""
-    every = feeds_of(build(dmd2({"algorithm.transition": transition, **ALL})))["rollout"]
+    built = build(dmd2({"algorithm.transition": transition, **ALL}))
+    every, algorithm = feeds_of(built)["rollout"], built.algorithm
+    assert isinstance(algorithm, DMD2)
     assert every["sample"].tolist() == [sample for sample in range(6) for _ in range(3)]
     assert every["step"].tolist() == [0, 1, 2] * 6
     for exit_step in range(3):
@@ -238,7 +268,9 @@ def test_rows_of_all_exits_are_those_of_the_runs_that_stop_there(
         assert rows.prompts == single.prompts
         for name in ("sample", "sigma", "x", "x0"):
             assert torch.equal(rows[name], single[name]), name
-    assert len({tuple(row.flatten().tolist()) for row in every["g"]}) == 18
+    for stream in ("score", "fake"):
+        _, eps, _ = algorithm._noised(every, algorithm.config.score_sigma, stream)
+        assert len({tuple(row.flatten().tolist()) for row in eps}) == 18
 
 
 @STORAGES
@@ -281,7 +313,7 @@ def test_gradients_of_all_exits_are_those_of_a_plain_loop(dmd2: MakeRun, storage
             error = velocity("fake_score", noised, sigma) - (eps - x0.detach())
             loss["fake_score"] = loss["fake_score"] + (error**2).mean() / 18
             x = ((1 - after) * x0 + after * noise("step_noise", step)).detach() if after else x0.detach()
-    for phase, role in ((1, "student"), (2, "fake_score")):
+    for phase, role in ((0, "student"), (1, "fake_score")):
         trained = {n: p for n, p in roles.parameters(role).items() if p.requires_grad}
         wanted = dict(zip(trained, torch.autograd.grad(loss[role], list(trained.values())), strict=True))
         assert max(g.abs().max() for g in wanted.values()) > 0.01
@@ -292,13 +324,10 @@ def test_gradients_of_all_exits_are_those_of_a_plain_loop(dmd2: MakeRun, storage
 
 
 @STORAGES
-def test_all_exits_recompute_exactly_and_go_on_from_a_checkpoint(
-    dmd2: MakeRun, tmp_path: Path, storage: dict[str, Any]
-) -> None:
+def test_all_exits_go_on_from_a_checkpoint(dmd2: MakeRun, tmp_path: Path, storage: dict[str, Any]) -> None:
     """Four cycles at once and two with two more from their checkpoint are one run, bit for bit."""
     config = dmd2({"optimizers.student.micro_batch": 4, **ALL, **storage})
     straight, log = run(config, 4)
-    assert [row["train/student_x0_recompute_gap"] for row in log[::2]] == [0.0, 0.0]
     first, _ = run(config, 2)
     folder = RunFolder(tmp_path / "halves")
     with Saver(folder.checkpoints, 1) as saver:
@@ -327,8 +356,8 @@ def test_b40_nan_in_the_fake_score_is_counted_and_changes_no_student_weight(dmd2
         next(iter(built.roles.parameters("fake_score").values())).view(-1)[:] = math.nan
     before = weights_of(built)
     metrics = built.trainer.run_cycle()
-    assert metrics["train/nonfinite_score_g"] > 0
-    assert built.trainer.counters.skipped == {"score": 1, "student": 1, "fake_score": 1}
+    assert metrics["train/nonfinite_student_loss"] > 0
+    assert built.trainer.counters.skipped == {"student": 1, "fake_score": 1}
     assert built.trainer.optimizers["student"].steps == 0
     after = weights_of(built)
     for name in before:

@@ -132,7 +132,7 @@ def test_a_cycle_of_dmd2_has_its_counts_and_each_fake_phase_of_its_own(dmd2: Mak
             assert metrics[f"{name}/repeat_{repeat}"] == metrics[name]
         repeated = [name for name in metrics if "/repeat_" in name]
         assert not [name for name in repeated if "fake_score" not in name or name.endswith(str(other))]
-        parts = ["rollout", "fake_score"] + ["score", "student"] * (repeat == 0)
+        parts = ["rollout", "fake_score"] + ["student"] * (repeat == 0)
         assert {n for n in metrics if n.startswith("time/") and f"{n}_samples_per_s" in metrics} == {
             f"time/{part}" for part in parts
         }
@@ -207,18 +207,17 @@ def test_a_trace_has_the_named_ranges_of_the_chosen_cycles_alone(
     assert f"traces: {path}; open them in " in capsys.readouterr().out
     found = ranges(path)
     assert sorted(name for name in found if name.startswith("cycle ")) == ["cycle 2", "cycle 3"]
-    wanted = {"cycle 2": ["rollout", "score", "student", "fake_score"], "cycle 3": ["rollout", "fake_score"]}
+    wanted = {"cycle 2": ["rollout", "student", "fake_score"], "cycle 3": ["rollout", "fake_score"]}
     for cycle, parts in wanted.items():
         (whole,) = found[cycle]
         counts = inside(found, whole)
-        assert [counts.get(name, 0) for name in ("rollout", "score", "student", "fake_score")] == [
-            int(name in parts) for name in ("rollout", "score", "student", "fake_score")
+        assert [counts.get(name, 0) for name in ("rollout", "student", "fake_score")] == [
+            int(name in parts) for name in ("rollout", "student", "fake_score")
         ]
-    (student,), (score,) = found["student"], found["score"]
-    assert inside(found, student)["forward"] == inside(found, student)["backward"] == 2  # two micro-batches
+    (student,) = found["student"]
+    assert inside(found, student)["forward"] == 2 * 3  # two micro-batches; student, teacher and fake score
+    assert inside(found, student)["backward"] == 2
     assert inside(found, student)["optimizer"] == 2  # its gradients' norm, and the step
-    assert inside(found, score)["forward"] == 2  # teacher and fake score
-    assert "backward" not in inside(found, score)
     assert '"[memory]"' in path.read_text()
     assert not list(folder.glob("profile/*.writing"))
 
