@@ -310,6 +310,7 @@ def test_show_prints_settings_roles_and_memory_of_copies(
     assert sizes["teacher"] == [0, 0, 0]
     phases = shown_phases(done.out)
     assert {"evaluation", "rollout", "student", "student step", "fake_score"} <= phases.keys()
+    assert f"measuring phases {len(phases)}/{len(phases)}" in done.err
     for stays, own, peak in phases.values():
         assert stays == pytest.approx(8 * mib, abs=0.11)  # base, three copies, two pairs of moments
         assert peak == pytest.approx(stays + own, abs=0.11)

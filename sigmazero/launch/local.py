@@ -28,7 +28,7 @@ from sigmazero.launch.judge import Judge
 from sigmazero.launch.ranks import together
 from sigmazero.metrics import MetricsLog
 from sigmazero.models import FAMILIES
-from sigmazero.models.adapters import read_adapter
+from sigmazero.models.adapters import check_start, read_adapter
 from sigmazero.models.base import FlowModel
 from sigmazero.models.conditions import ConditionsFolder, KnownPrompts, encoder_fingerprint
 from sigmazero.models.folder import has_encoders
@@ -206,7 +206,10 @@ def build(config: RunConfig, ranks: Ranks = ALONE, encode: Callable[..., None] =
         model.check_guidance("algorithm.guidance", getattr(config.algorithm, "guidance", 1.0))
         if config.roles.storage == "lora":  # a mistake here is told before minutes of encoding
             lora = config.roles.lora or LoraConfig()
-            check_targets(model.net, lora.targets or model.lora_targets, lora.rank)
+            targets = lora.targets or model.lora_targets
+            check_targets(model.net, targets, lora.rank)
+            if start is not None:
+                check_start(start, lora, model.net, targets)
         (encode if encoders else encode_all)(model, prompts, cache)
     rewarded = scorer if config.algorithm.name in REWARDED else None  # else it only scores the evaluation
     _check_prompts(prompts, model, rewarded)

@@ -28,6 +28,7 @@ from sigmazero.launch.local import Built, build, find_device
 from sigmazero.models.base import FlowModel
 from sigmazero.models.folder import PipelineFolder, networks_from
 from sigmazero.models.roles import Roles
+from sigmazero.progress import CycleProgress
 from sigmazero.records import Batch, Conditioning, Prompt, RolloutRequest, Scores, StepPlan, rows_of
 from sigmazero.sampler import Velocity
 from sigmazero.training.parallel import Ranks
@@ -149,7 +150,11 @@ def _planned(built: Built, device: torch.device, encoding: _Encoding) -> Plan:
     base = _bytes(t for t in _tensors([roles.model.net]) if id(t) not in adapters)
     vae = _bytes(_tensors(m for m in _modules(roles.model) if m is not roles.model.net))
     feeds, samples = _feeds(built, device)
-    phases = [*_sampling(built, device), *_training(built, feeds, device)]
+    phases: list[PhaseMemory] = []
+    with CycleProgress("measuring phases", 0, _num_phases(built)) as progress:
+        for phase in itertools.chain(_sampling(built, device), _training(built, feeds, device)):
+            phases.append(phase)
+            progress.update(len(phases))
     table = [_role(built, role) for role in roles.kinds]
     weights = base + vae + sum(role.weights for role in table)
     weights += encoding.kept if device.type == "cpu" else 0  # the host is the device
@@ -266,6 +271,13 @@ class _Still:
 
     def velocity(self, role: str, guidance: float = 1.0) -> Velocity:
         return lambda x, sigma, condition: torch.zeros_like(x)
+
+
+def _num_phases(built: Built) -> int:
+    """How many ``_sampling`` and ``_training`` measure."""
+    algorithm = built.algorithm
+    sampled = 3 if algorithm.uses_pictures or not algorithm.group_size else 4
+    return sampled + sum(1 + len(phase.updates) for phase in algorithm.phases)
 
 
 def _sampling(built: Built, device: torch.device) -> Iterator[PhaseMemory]:

@@ -83,6 +83,7 @@ def _only_first_speaks(ranks: Ranks) -> Generator[None]:
     if ranks.is_first:
         yield
         return
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # transformers' bars heed it alone
     with (
         open(os.devnull, "w") as nothing,
         contextlib.redirect_stdout(nothing),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,22 @@ def read_adapter(path: str | Path) -> Adapter:
     return Adapter(file, weights, alphas, hashlib.sha256(content).hexdigest()[:16])
 
 
+def check_start(adapter: Adapter, settings: LoraConfig, net: nn.Module, targets: Sequence[str]) -> None:
+    """Whether adapters of a network, which need not be there yet, can go on from a file.
+
+    Args:
+        targets: of the adapters, each the end of the name of a linear layer.
+    Raises:
+        ValueError: as ``start_adapters``.
+    """
+    own: dict[str, Tensor] = {}
+    for name, module in net.named_modules():
+        if isinstance(module, nn.Linear) and any(f".{name}".endswith(f".{target}") for target in targets):
+            own[f"{name}.lora_A.weight"] = torch.empty(settings.rank, module.in_features, device="meta")
+            own[f"{name}.lora_B.weight"] = torch.empty(module.out_features, settings.rank, device="meta")
+    _check_fits(adapter, settings, own)
+
+
 @torch.no_grad()
 def start_adapters(settings: LoraConfig, roles: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Puts the adapter of ``settings.init`` into what each role owns: exactly its change of the network.
@@ -82,8 +98,7 @@ def start_adapters(settings: LoraConfig, roles: Mapping[str, Mapping[str, Tensor
     """
     adapter = read_adapter(settings.init)
     for own in roles.values():
-        _check_layers(adapter, own)
-        _check_scale(adapter, settings, own)
+        _check_fits(adapter, settings, own)
         for name, value in own.items():
             value.copy_(adapter.weights[name])
 
@@ -117,6 +132,11 @@ def _check_plain(file: Path, said: Mapping[str, Any]) -> None:
             f"roles.lora.init: {file} has {odd[0]} {said[odd[0]]!r}, which plain LoRA cannot go on from; merge it into "
             "the base and set that as model.path"
         )
+
+
+def _check_fits(adapter: Adapter, settings: LoraConfig, own: Mapping[str, Tensor]) -> None:
+    _check_layers(adapter, own)
+    _check_scale(adapter, settings, own)
 
 
 def _check_layers(adapter: Adapter, own: Mapping[str, Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib.metadata
 import json
@@ -32,6 +33,7 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._lock: Any = None
+        self._is_new = False
 
     @property
     def checkpoints(self) -> Path:
@@ -43,12 +45,15 @@ class RunFolder:
 
     def __enter__(self) -> RunFolder:
         try:
+            self._is_new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / _LOCK).open("a")
         except (OSError, ValueError) as error:  # ValueError: a NUL character
             raise ValueError(f"output: {str(self.path)!r} cannot be a run folder ({error}); name another") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.path / _LOCK)):
+                raise OSError  # its last holder has just removed it
         except OSError:
             self._lock.close()
             raise ValueError(
@@ -57,6 +62,10 @@ class RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._is_new and [path.name for path in self.path.iterdir()] == [_LOCK]:  # the start failed
+            with contextlib.suppress(OSError):
+                (self.path / _LOCK).unlink()
+                self.path.rmdir()
         self._lock.close()
 
     def check(self, config: RunConfig) -> bool:

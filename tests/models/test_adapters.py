@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from sigmazero import seeds
-from sigmazero.config import LoraConfig
+from sigmazero.config import LoraConfig, parse
 from sigmazero.export import LORA_FILE, write_lora
 from sigmazero.launch.local import build, restore_newest
 from sigmazero.models import FAMILIES, glyph
-from sigmazero.models.adapters import coverage, read_adapter
+from sigmazero.models.adapters import check_start, coverage, read_adapter
 from sigmazero.models.roles import RoleKind, Roles
 from sigmazero.training import checkpoint
 from sigmazero.training.folder import RunFolder, check_inputs
@@ -187,6 +187,31 @@ def test_b13_b27_what_would_change_its_strength_or_miss_a_layer_is_refused(
         make(glyph.load(weights), init=str(folder), **settings)
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith("roles.lora.")
+    model, lora = glyph.load(weights), LoraConfig(**{"rank": 4, "alpha": 8, "init": str(folder), **settings})
+    with pytest.raises(ValueError, match=says) as early:
+        check_start(read_adapter(folder), lora, model.net, lora.targets or model.lora_targets)
+    assert str(early.value) == str(caught.value)
+
+
+def test_an_adapter_of_another_rank_is_refused_before_anything_is_encoded(shelf: Path, tmp_path: Path) -> None:
+    """Encoding takes minutes with real text encoders."""
+    folder, adapter = shelf / "sd3-early", tmp_path / "adapter"
+    module = importlib.import_module(FAMILIES["sd3"])
+    module.tiny(folder)
+    adapter.mkdir()
+    write_lora(adapter, make(module.load(str(folder), height=32, width=32)).parameters("student"), SETTINGS, "base")
+    (tmp_path / "prompts.txt").write_text("a red cat\n")
+    own = {"storage": "lora", "lora": {"rank": 2, "alpha": 8, "init": str(adapter)}}
+    config = parse(
+        {
+            "output": str(tmp_path / "run"), "num_cycles": 1, "model": {"family": "sd3", "path": str(folder)},
+            "data": {"prompts": str(tmp_path / "prompts.txt"), "batch_size": 2, "height": 32, "width": 32},
+            "algorithm": {"name": "dmd2", "num_steps": 2}, "roles": own,
+            "optimizers": {"student": {"lr": 1e-4}, "fake_score": {"lr": 1e-4}},
+        }
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"roles\.lora\.rank is 2, but that of .* is 4"):
+        build(config, encode=lambda *_: pytest.fail("it was encoded"))
 
 
 def test_b49_a_pickle_and_a_folder_without_an_adapter_are_refused(exported: Path, tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -76,3 +78,33 @@ def test_b12_a_file_that_changed_since_the_start_is_named(dmd2: MakeRun, tmp_pat
                 check_inputs(folder.path, build(config).inputs)
         finally:
             path.write_bytes(kept)
+
+
+def test_a_start_that_fails_leaves_no_folder_of_its_own(tmp_path: Path) -> None:
+    """One that was there stays, empty as it was but for its lock."""
+    for name, there in (("new", False), ("old", True)):
+        path = tmp_path / name
+        if there:
+            path.mkdir()
+        with pytest.raises(ValueError, match="no such model"), RunFolder(path):
+            raise ValueError("no such model")
+        assert path.is_dir() == there
+
+
+def test_a_lock_that_its_holder_removed_locks_nobody_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The holder goes, with its folder, between our opening of the lock and our hold on it."""
+    path = tmp_path / "run"
+    holder = RunFolder(path)
+    holder.__enter__()
+    flock = fcntl.flock
+
+    def late(lock: IO[str], how: int) -> None:
+        holder.__exit__()
+        flock(lock, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(ValueError, match=r"in use|run folder"), RunFolder(path):
+        pass
+    monkeypatch.undo()
+    with RunFolder(path) as folder:
+        assert (folder.path / ".lock").is_file()
