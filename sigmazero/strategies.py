@@ -6,6 +6,7 @@ own is accepted through ``plugins`` (see ``sigmazero/plugins.py``).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 from sigmazero import seeds
@@ -111,10 +112,16 @@ def stop_at_random_step(samples_per_draw: int = 1) -> StepStrategy:
 
     def plan(sample: int, num_steps: int, seed: int) -> StepPlan:
         deal, place = divmod(sample // samples_per_draw, num_steps)
-        i = int(seeds.generator(seed, "exit_step", deal).permutation(num_steps)[place])
+        i = _order(seed, num_steps, deal)[place]
         return StepPlan(None, (i, i + 1), i)
 
     return plan
+
+
+@functools.lru_cache(maxsize=4096)
+def _order(seed: int, num_steps: int, deal: int) -> tuple[int, ...]:
+    """The steps of a schedule in random order."""
+    return tuple(seeds.generator(seed, "exit_step", deal).permutation(num_steps).tolist())
 
 
 def every_exit(sample: int, num_steps: int, seed: int) -> StepPlan:

@@ -5,6 +5,7 @@ Convention: the network is fed ``t = 1000 * sigma`` and answers ``v = eps - x0``
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -100,12 +101,13 @@ class GlyphModel:
         return {"family": self.family, "config": json.dumps({"width": self._width, "num_layers": self._num_layers})}
 
 
-def _tokens(prompt: str) -> list[int]:
+@functools.lru_cache(maxsize=4096)  # a cycle asks for each caption several times
+def _tokens(prompt: str) -> tuple[int, ...]:
     if not prompt:
-        return [NO_CAPTION] * len(SLOTS)
+        return (NO_CAPTION,) * len(SLOTS)
     caption = parse_caption(prompt)
     named = (*f"{caption.number:02d}", caption.ink, caption.paper, caption.style)
-    return [at + (slot.index(word) if word else 0) for at, slot, word in zip(OFFSETS, SLOTS, named, strict=True)]
+    return tuple(at + (slot.index(word) if word else 0) for at, slot, word in zip(OFFSETS, SLOTS, named, strict=True))
 
 
 def create(width: int | None, num_layers: int | None, seed: int) -> GlyphModel:

@@ -68,7 +68,8 @@ class RoleOptimizer:
         return rate
 
     def clear(self) -> None:
-        self._adam.zero_grad(set_to_none=True)
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
     def state(self) -> dict[str, Tensor]:
         """The moments by ``parameter name/moment``, for a checkpoint; that there are none, where there never were."""
