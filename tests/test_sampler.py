@@ -186,6 +186,22 @@ def test_a_full_rollout_follows_the_plan_to_its_last_step() -> None:
     assert got.sigmas.tolist() == GRID.tolist()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_b76_a_rollout_ends_with_the_last_latent_that_somebody_asked_for(kind: str) -> None:
+    """Bit for bit as far as a whole one; the first noise alone costs no call."""
+    wholes = run([request(i, kind=kind) for i in range(5)])
+    spy = Spy()
+    asked = run([request(i, StepPlan(None, (i,), None), kind=kind) for i in range(5)], spy)
+    assert len(spy.x) == 4
+    for i, (short, whole) in enumerate(zip(asked, wholes, strict=True)):
+        assert torch.equal(short.latent(i), whole.latent(i))
+        assert torch.equal(short.sigmas, GRID[: i + 1])
+        torch.testing.assert_close(short.log_prob, whole.log_prob[:i], rtol=0, atol=0, equal_nan=True)
+    spy = Spy()
+    assert [t.latent_indices for t in run([request(0, StepPlan(None, (0,), None), kind=kind)], spy)] == [(0,)]
+    assert not spy.x
+
+
 def test_a_batch_of_mixed_stops_costs_at_most_one_call_a_step() -> None:
     spy = Spy()
     stops = [0] * 3 + [1] * 4 + [2] * 5
