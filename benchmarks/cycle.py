@@ -10,8 +10,8 @@ take turns, and a ratio is the median of pairs, plain to ours. Seconds are of th
             plain   the student's update, then K of the fake score, each on a simulation of its own (at N = 4 each exit
                     in turn, one a batch). The student's exit step runs once, with a graph; the teacher is called twice
             reuse   plain, but the first fake update takes the student's sample, as the official code does
-            ours    the recipe: both updates of a cycle share its rollout, every sample has an exit of its own, each exit
-                    as often. Where the student is updated the rollout ends before the exit
+            ours    the recipe: both updates of a cycle share its rollout, and where the student is updated that ends
+                    before the exit; every sample has an exit of its own, each exit as often
             shared  the same with exit_step shared, one exit a batch as in plain
             all     exit_step all: a quarter of the samples, whose four exits are the rows
   rl      one update on a rollout that is there. plain Flow-GRPO: batch after batch, step after step, a network call for

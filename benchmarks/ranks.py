@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from cycle import keep_memory
 from torch.distributed.device_mesh import init_device_mesh
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "glyph_dmd2.yaml"
@@ -33,6 +34,7 @@ def worker(index: int, count: int, meet: str, batch: int, cycles: int, answer: s
     from sigmazero.training.parallel import ALONE, Ranks
 
     torch.set_num_threads(1)
+    keep_memory()
     ranks = ALONE
     if count > 1:
         dist.init_process_group("gloo", init_method=f"file://{meet}", rank=index, world_size=count)

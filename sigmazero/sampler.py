@@ -110,7 +110,7 @@ def recorded(
     return Trajectory(
         request=request,
         latents=latents,
-        latent_indices=checked_plan(request.plan, len(request.sigmas) - 1).ret,
+        latent_indices=tuple(sorted(request.plan.ret)),
         sigmas=_sampled(request)[: _last_step(request) + 2],
         log_prob=log_prob,
         version=version,
