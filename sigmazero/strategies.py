@@ -101,8 +101,8 @@ def stop_at_random_step(samples_per_draw: int = 1) -> StepStrategy:
     """Stops at a step drawn uniformly over 0..N-1; its input and its prediction of the sample come back (DMD2).
 
     There is no stochastic filter: the steps before it are of the request's kind, the last one jumps to sigma 0.
-    ``samples_per_draw`` consecutive samples share a draw. N consecutive draws are each step once, in random order: a
-    batch has as many rows of each exit as its size allows, and so has a rank's share of it.
+    ``samples_per_draw`` consecutive samples share a draw. Draws come in deals of N, each step once in random order:
+    batches of a multiple of N samples have as many of each exit, and others nearly so.
 
     Raises:
         ValueError: ``samples_per_draw`` is below 1.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -23,6 +24,7 @@ from sigmazero.progress import in_a_line
 from sigmazero.training.parallel import ALONE, Ranks
 
 _CAUSE = "sigmazero/first_cause"  # key of the shared store: the failure that ended the run
+_RUNS = itertools.count()  # of this process
 _LOOK_EVERY = 0.5  # seconds between looks at it
 _WORD_WITHIN = 3.0  # seconds in which a rank that failed says why, once others notice
 _PATIENCE = timedelta(hours=2)  # of a collective: one rank may score or encode for long while others wait
@@ -46,7 +48,7 @@ def together(config: RunConfig) -> Generator[Ranks]:
     device = "cuda" if config.training.device != "cpu" and torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=_PATIENCE)
+    _join("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     mesh = init_device_mesh(device, (count // shard, shard), mesh_dim_names=("replicate", "shard"))
     ranks = Ranks(mesh, reshard=config.training.reshard)
     store = _store()
@@ -60,6 +62,13 @@ def together(config: RunConfig) -> Generator[Ranks]:
     over.set()
     gc.collect()  # sharded networks go before the group that they talk through: gloo aborts at exit otherwise
     dist.destroy_process_group()
+
+
+def _join(backend: str) -> None:
+    """Meets the other ranks. What an earlier run of this process left where they meet is not seen."""
+    store, index, count = next(dist.rendezvous("env://", timeout=_PATIENCE))
+    own = dist.PrefixStore(f"run_{next(_RUNS)}", store)
+    dist.init_process_group(backend, store=own, rank=index, world_size=count, timeout=_PATIENCE)
 
 
 def _shard_ranks(config: RunConfig, count: int) -> int:

@@ -33,7 +33,8 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._lock: Any = None
-        self._is_new = False
+        self._made: list[Path] = []
+        self._made_lock = False
 
     @property
     def checkpoints(self) -> Path:
@@ -45,7 +46,8 @@ class RunFolder:
 
     def __enter__(self) -> RunFolder:
         try:
-            self._is_new = not self.path.exists()
+            self._made = [path for path in (self.path, *self.path.parents) if not path.exists()]
+            self._made_lock = not (self.path / _LOCK).exists()
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / _LOCK).open("a")
         except (OSError, ValueError) as error:  # ValueError: a NUL character
@@ -62,10 +64,12 @@ class RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._is_new and [path.name for path in self.path.iterdir()] == [_LOCK]:  # the start failed
-            with contextlib.suppress(OSError):
+        """Where no run was started all is as it was before."""
+        with contextlib.suppress(OSError):
+            if self._made_lock and not (self.path / _DESCRIPTION).exists():
                 (self.path / _LOCK).unlink()
-                self.path.rmdir()
+                for path in self._made:
+                    path.rmdir()
         self._lock.close()
 
     def check(self, config: RunConfig) -> bool:

@@ -53,11 +53,20 @@ def recipe(flow_grpo: MakeRun, tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def start(recipe: Path) -> subprocess.Popen[str]:
+TWICE = """
+import sys
+from sigmazero.config import load_recipe
+from sigmazero.launch.local import train
+
+for name in ("two", "again"):
+    train(load_recipe(sys.argv[1], [f"output={sys.argv[2]}/{name}"]))
+"""
+
+
+def start(recipe: Path, *program: str) -> subprocess.Popen[str]:
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return subprocess.Popen(
-        [*run, "-m", "sigmazero", "train", str(recipe)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    program = program or ("-m", "sigmazero", "train", str(recipe))
+    return subprocess.Popen([*run, *program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def ended(process: subprocess.Popen[str]) -> str:
@@ -71,21 +80,25 @@ def ended(process: subprocess.Popen[str]) -> str:
 
 
 def test_two_ranks_make_one_run_like_that_of_one_process_b72(recipe: Callable[..., Path], tmp_path: Path) -> None:
+    """Also the second run of the same processes."""
     slow = {"num_cycles": 3, "optimizers.policy.lr": 1e-4}  # rounding must not grow
-    process = start(recipe("pass", **slow, output=str(tmp_path / "two"), profile={"ranks": [1], "start": 1}))
+    path, twice = recipe("pass", **slow, profile={"ranks": [1], "start": 1}), tmp_path / "twice.py"
+    twice.write_text(TWICE)
+    process = start(path, str(twice), str(path), str(tmp_path))
     said = ended(process)
     assert process.returncode == 0, said
-    assert said.count("finished:") == 1, said
+    assert said.count("finished:") == 2, said
     trace = tmp_path / "two" / "profile" / "cycle-00000001-rank-1.json"
     assert f"traces: {trace}; open them" in said, said
     assert '"cycle 1"' in trace.read_text(), "the second rank's trace is not in the run's folder"
     from sigmazero.config import load_recipe
 
     train(load_recipe(recipe("pass", **slow, output=str(tmp_path / "one"))))
-    two, one = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("two", "one"))
+    two, again, one = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("two", "again", "one"))
     assert [row["cycle"] for row in two] == [1, 2, 3]
-    for mine, theirs in zip(two, one, strict=True):
+    for mine, mine_again, theirs in zip(two, again, one, strict=True):
         numbers = [n for n in theirs if not n.startswith(("time/", "memory/"))]
+        assert {n: mine[n] for n in numbers} == {n: mine_again[n] for n in numbers}
         assert {n: mine[n] for n in numbers} == pytest.approx({n: theirs[n] for n in numbers}, rel=1e-4, abs=1e-5)
     arms = [json.loads((tmp_path / name / "scores.json").read_text())["arms"] for name in ("two", "one")]
     assert arms[0].keys() == arms[1].keys()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 from pathlib import Path
 from typing import IO
 
@@ -81,14 +82,17 @@ def test_b12_a_file_that_changed_since_the_start_is_named(dmd2: MakeRun, tmp_pat
 
 
 def test_a_start_that_fails_leaves_no_folder_of_its_own(tmp_path: Path) -> None:
-    """One that was there stays, empty as it was but for its lock."""
-    for name, there in (("new", False), ("old", True)):
-        path = tmp_path / name
-        if there:
-            path.mkdir()
-        with pytest.raises(ValueError, match="no such model"), RunFolder(path):
+    """What was there stays, and nothing is added to it; the failure is what is told, also if the folder has gone."""
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "notes.txt").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    for name in ("new", "new/and/deep", "old", "old/deep"):
+        with pytest.raises(ValueError, match="no such model"), RunFolder(tmp_path / name):
             raise ValueError("no such model")
-        assert path.is_dir() == there
+        assert sorted(tmp_path.rglob("*")) == before
+    with pytest.raises(ValueError, match="no such model"), RunFolder(tmp_path / "new"):  # noqa: PT012
+        shutil.rmtree(tmp_path / "new")
+        raise ValueError("no such model")
 
 
 def test_a_lock_that_its_holder_removed_locks_nobody_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
