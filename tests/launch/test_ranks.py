@@ -19,7 +19,7 @@ from sigmazero.metrics import read_metrics
 from sigmazero.training import checkpoint
 from tests.conftest import MakeRun
 
-PATIENCE = 90.0  # seconds from the start of two processes on two busy cores to their end
+PATIENCE = 180.0  # seconds from the start of two processes on two busy cores to their end
 
 REWARD = """
 import os, signal, time
