@@ -68,6 +68,9 @@ class Phase:
     by_sigma: tuple[str, ...] = ()  # outputs that are also logged for each value of the feed's field "sigma"
     shared: tuple[str, ...] = ()  # outputs that are logged under their own name, without the phase's
 
+    def is_due(self, cycle: int) -> bool:
+        return cycle % self.every == 0
+
 
 @dataclass(frozen=True)
 class Average:

@@ -62,7 +62,7 @@ class DMD2:
         )  # fmt: skip
 
     def _updates_student(self, cycle: int) -> bool:
-        return cycle % self.config.fake_updates == 0
+        return self.phases[0].is_due(cycle)
 
     @property
     def averages(self) -> Sequence[Average]:

@@ -62,7 +62,7 @@ class Trainer:
                 part.samples = len(rollout.samples)
             metrics, updated = dict(rollout.metrics), set[str]()
             for phase in phases:
-                if cycle % phase.every == 0:
+                if phase.is_due(cycle):
                     feeds = self._run(phase, feeds, metrics, updated)
             self._average("cycle", updated, metrics)
             self.engine.publish(self.algorithm.policy, self.roles.versions[self.algorithm.policy])
@@ -187,7 +187,7 @@ def _by_repeat(phases: Sequence[Phase], cycle: int, metrics: Mapping[str, float]
     trains = [phase for phase in phases if phase.updates]
     period, found = max((phase.every for phase in trains), default=1), dict[str, float]()
     for phase in trains:
-        if phase.every < period and cycle % phase.every == 0:
+        if phase.every < period and phase.is_due(cycle):
             own = [n for n in metrics if n.startswith(f"train/{phase.name}_") or n == f"time/{phase.name}"]
             found |= {f"{name}/repeat_{cycle % period // phase.every}": metrics[name] for name in own}
     return found
