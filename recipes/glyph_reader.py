@@ -20,7 +20,7 @@ SEED = 7
 
 
 def draw(split: glyphs.Split, start: int, count: int) -> tuple[torch.Tensor, list[glyphs.Caption]]:
-    full = [glyphs.caption_of(i, split, SEED)[1] for i in range(start, start + count)]
+    full = [named for _, named in glyphs.captions_of(range(start, start + count), split, SEED)]
     return glyphs.pictures_of(full, range(start, start + count), SEED), full
 
 

@@ -84,11 +84,12 @@ class GlyphCaptions:
         self._seed = seed
 
     def prompts(self, samples: Sequence[int]) -> list[Prompt]:
-        return [glyph_prompt(s, glyphs.caption_of(s, self._split, self._seed)[0]) for s in samples]
+        drawn = glyphs.captions_of(samples, self._split, self._seed)
+        return [glyph_prompt(s, caption) for s, (caption, _) in zip(samples, drawn, strict=True)]
 
     def pictures(self, samples: Sequence[int]) -> tuple[Tensor, list[Prompt]]:
         """Pictures fp32 ``[b, 3, 16, 16]`` in [0, 1] with captions that are true of them."""
-        drawn = [glyphs.caption_of(s, self._split, self._seed) for s in samples]
+        drawn = glyphs.captions_of(samples, self._split, self._seed)
         pictures = torch.stack(
             [glyphs.picture_of(full, s, self._seed) for s, (_, full) in zip(samples, drawn, strict=True)]
         )

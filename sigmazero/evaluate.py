@@ -128,9 +128,8 @@ class Evaluator(PromptEvaluator):
     """The held-out captions of the glyph set, their real pictures, and what the reader says of any others of them."""
 
     def __init__(self, config: EvaluateConfig, reader: Reader) -> None:
-        drawn = [
-            glyphs.caption_of(i, "test", config.seed)[0] for i in range(config.num_captions + config.num_reference)
-        ]
+        indices = range(config.num_captions + config.num_reference)
+        drawn = [caption for caption, _ in glyphs.captions_of(indices, "test", config.seed)]
         super().__init__(config, [glyph_prompt(i, caption) for i, caption in enumerate(drawn[: config.num_captions])])
         self._reader = reader
         self.captions = [caption for caption in drawn[: config.num_captions] for _ in range(config.samples_per_caption)]

@@ -43,6 +43,7 @@ FACES: dict[str, tuple[str, ...]] = {
     "serif": ("DejaVuSerif.ttf", "DejaVuSerif-Bold.ttf", "STIXGeneralBol.ttf"),
     "mono": ("DejaVuSansMono-Bold.ttf", "cmtt10.ttf"),
 }
+_NAMES = tuple(INKS), tuple(PAPERS), tuple(FACES)
 SPLITS = ("train", "test")
 Split = Literal["train", "test"]
 HELD_OUT = 240  # of the 2,400 (number, ink, paper) combinations
@@ -103,13 +104,17 @@ def held_out() -> frozenset[tuple[int, str, str]]:
     return frozenset(combinations[i] for i in order)
 
 
-def caption_of(index: int, split: Split, seed: int) -> tuple[Caption, Caption]:
-    """The ``index``-th caption of a split, and the fully named caption of the picture it was made for.
+def captions_of(indices: Sequence[int], split: Split, seed: int) -> list[tuple[Caption, Caption]]:
+    """Captions of a split by index, each with the fully named caption of the picture it was made for.
 
     Train captions are drawn freely outside the held-out combinations. Test captions go through the held-out ones, each
     once in every ``HELD_OUT`` captions, so that two sets of test captions differ little by chance.
     """
-    draw = seeds.generator(seed, "captions", index, SPLITS.index(split))
+    draws = seeds.generators(seed, "captions", ((index, SPLITS.index(split), 0) for index in indices))
+    return [_caption(index, split, seed, draw) for index, draw in zip(indices, draws, strict=True)]
+
+
+def _caption(index: int, split: Split, seed: int, draw: np.random.Generator) -> tuple[Caption, Caption]:
     number, ink, paper, style = _draw_all(draw)
     while split == "train" and (number, ink, paper) in held_out():
         number, ink, paper, style = _draw_all(draw)
@@ -124,7 +129,7 @@ def caption_of(index: int, split: Split, seed: int) -> tuple[Caption, Caption]:
 
 def _draw_all(draw: np.random.Generator) -> tuple[int, str, str, str]:
     number = int(draw.integers(100))
-    ink, paper, style = (list(names)[int(draw.integers(len(names)))] for names in (INKS, PAPERS, FACES))
+    ink, paper, style = (names[int(draw.integers(len(names)))] for names in _NAMES)
     return number, ink, paper, style
 
 

@@ -115,6 +115,8 @@ class Trajectory:
         return self.latents[self.latent_indices.index(index)]
 
     def on_host(self) -> Trajectory:
+        if self.latents.device.type == "cpu":
+            return self
         velocities = None if self.velocities is None else self.velocities.cpu()
         return replace(self, latents=self.latents.cpu(), log_prob=self.log_prob.cpu(), velocities=velocities)
 

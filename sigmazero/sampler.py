@@ -77,11 +77,12 @@ def rollout(
     """
     plans = _checked(requests)
     last = [_last_step(request) for request in requests]
-    sigmas = stack_sigmas([_sampled(r) for r in requests])
+    own_sigmas = schedules(requests)
+    sigmas = stack_sigmas(own_sigmas)
     velocity = padded(velocity)
     noise = _noise("initial_noise", requests, latent_shape, 0)
     x = (noise * column(sigmas[:, 0], noise)).to(device, dtype)
-    rows = [_Row({0: latent}) for latent in x]
+    rows = [_Row({0: latent}) for latent in x.unbind()]
     live = list(range(len(requests)))
     for i in range(max(num_calls(requests), calls)):
         stay = [j for j, b in enumerate(live) if last[b] >= i]
@@ -92,26 +93,37 @@ def rollout(
             x, live = x[stay], [live[j] for j in stay]
         v = velocity(x, sigmas[live, i].to(device), condition.take(live))
         x, scores = _advance(i, x, v, sigmas[live], [requests[b] for b in live], [plans[b] for b in live])
-        for j, b in enumerate(live):
-            rows[b].latents[i + 1] = x[j]
-            rows[b].log_prob.append(scores[j])
+        for b, latent, score, own_v in zip(live, x.unbind(), scores.unbind(), v.unbind(), strict=True):
+            rows[b].latents[i + 1] = latent
+            rows[b].log_prob.append(score)
             if requests[b].debug:
-                rows[b].velocities.append(v[j])
+                rows[b].velocities.append(own_v)
     return [
-        recorded(r, torch.stack([row.latents[k] for k in plan.ret]), _joined(row.log_prob), row.velocities, version)
-        for r, plan, row in zip(requests, plans, rows, strict=True)
+        recorded(
+            r, own, torch.stack([row.latents[k] for k in plan.ret]), _joined(row.log_prob), row.velocities, version
+        )
+        for r, own, plan, row in zip(requests, own_sigmas, plans, rows, strict=True)
     ]
 
 
 def recorded(
-    request: RolloutRequest, latents: Tensor, log_prob: Tensor, velocities: Sequence[Tensor], version: int
+    request: RolloutRequest,
+    sigmas: Tensor,
+    latents: Tensor,
+    log_prob: Tensor,
+    velocities: Sequence[Tensor],
+    version: int,
 ) -> Trajectory:
-    """The trajectory of a request: what was sampled, with the indices and sigmas that its plan says."""
+    """The trajectory of a request: what was sampled, with the indices and sigmas that its plan says.
+
+    Args:
+        sigmas: its own of ``schedules``.
+    """
     return Trajectory(
         request=request,
         latents=latents,
         latent_indices=tuple(sorted(request.plan.ret)),
-        sigmas=_sampled(request)[: _last_step(request) + 2],
+        sigmas=sigmas[: _last_step(request) + 2],
         log_prob=log_prob,
         version=version,
         velocities=torch.stack(list(velocities)) if len(velocities) else None,
@@ -132,8 +144,8 @@ def _checked(requests: Sequence[RolloutRequest]) -> list[StepPlan]:
     """The plans of requests that can share a batch."""
     if len({batch_key(r) for r in requests}) > 1:
         raise ValueError(f"these requests cannot share a batch: {sorted({str(batch_key(r)) for r in requests})}")
-    for r in requests:
-        check_sigmas(r.sigmas)
+    for sigmas in {id(r.sigmas): r.sigmas for r in requests}.values():
+        check_sigmas(sigmas)
     return [checked_plan(r.plan, len(r.sigmas) - 1) for r in requests]
 
 
@@ -144,29 +156,36 @@ def _advance(
     device, kind, eta = x.device, requests[0].kind, requests[0].eta
     guard = torch.stack([r.sigmas[1] for r in requests]).to(device)
     now, after = sigmas[:, i].to(device), sigmas[:, i + 1].to(device)
-    x_next, scores = torch.empty_like(x), torch.empty(len(x), device=device)
-    for stochastic in (True, False):
-        part = [j for j, plan in enumerate(plans) if _is_stochastic(plan, i) == stochastic]
-        if not part:
-            continue
-        step_kind = kind if stochastic else "ode"
-        mean, std = transition.moments(step_kind, eta, x[part], v[part], now[part], after[part], guard[part])
+    stochastic, stepped = [_is_stochastic(plan, i) for plan in plans], list[tuple[Tensor, Tensor]]()
+    parts = [part for which in (True, False) if (part := [j for j, own in enumerate(stochastic) if own == which])]
+    for part in parts:
+        rows = part if len(parts) > 1 else slice(None)
+        step_kind = kind if stochastic[part[0]] else "ode"
+        mean, std = transition.moments(step_kind, eta, x[rows], v[rows], now[rows], after[rows], guard[rows])
         noise = None
         if step_kind != "ode" and eta > 0:
             noise = _noise("step_noise", [requests[j] for j in part], x.shape[1:], i).to(device)
         y = transition.step(mean, std, noise, x.dtype)
-        at = torch.tensor(part, device=device)
-        x_next = x_next.index_copy(0, at, y)
-        scores = scores.index_copy(0, at, transition.log_prob(y, mean, std))
-    return x_next, scores
+        stepped.append((y, transition.log_prob(y, mean, std)))
+    if len(parts) == 1:
+        return stepped[0]
+    order = torch.tensor([j for part in parts for j in part], device=device).argsort()
+    return torch.cat([y for y, _ in stepped])[order], torch.cat([score for _, score in stepped])[order]
 
 
-def _sampled(request: RolloutRequest) -> Tensor:
-    """The schedule; of a stopped rollout up to its last step, which jumps to sigma 0, and zeros to the full length."""
-    if request.plan.stop is None:
-        return request.sigmas
-    short = truncate(request.sigmas, request.plan.stop)
-    return torch.cat([short, torch.zeros(len(request.sigmas) - len(short))])
+def schedules(requests: Sequence[RolloutRequest]) -> list[Tensor]:
+    """Each request's schedule as sampled, fp32 ``[N+1]``: zeros from where a stopped rollout's last step jumps to."""
+    made: dict[tuple[int, int | None], Tensor] = {}
+    for r in requests:
+        key = (id(r.sigmas), r.plan.stop)
+        if key not in made:
+            made[key] = r.sigmas if r.plan.stop is None else _stopped(r.sigmas, r.plan.stop)
+    return [made[id(r.sigmas), r.plan.stop] for r in requests]
+
+
+def _stopped(sigmas: Tensor, stop: int) -> Tensor:
+    short = truncate(sigmas, stop)
+    return torch.cat([short, torch.zeros(len(sigmas) - len(short))])
 
 
 def _joined(scores: Sequence[Tensor]) -> Tensor:

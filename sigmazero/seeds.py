@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +39,10 @@ STREAMS: dict[str, int] = {
 }
 
 SEED_LIMIT = 2**63
+# Of a Philox that has drawn nothing, as its ``state`` has it.
+_FRESH: dict[str, Any] = {
+    "bit_generator": "Philox", "buffer": (0,) * 4, "buffer_pos": 4, "has_uint32": 0, "uinteger": 0,
+}  # fmt: skip
 
 
 def generator(seed: int, stream: str, sample: int = 0, cycle: int = 0, step: int = 0) -> np.random.Generator:
@@ -49,26 +54,27 @@ def generator(seed: int, stream: str, sample: int = 0, cycle: int = 0, step: int
         ValueError: an id is negative, or the seed is outside [0, 2**63).
         KeyError: the stream is not in ``STREAMS``.
     """
-    return next(_generators(seed, stream, [(sample, cycle, step)]))
+    return next(generators(seed, stream, [(sample, cycle, step)]))
 
 
-def _generators(
-    seed: int, stream: str, ids: Sequence[tuple[int, int, int]]
+def generators(
+    seed: int, stream: str, ids: Iterable[tuple[int, int, int]]
 ) -> Generator[np.random.Generator, None, None]:
-    """One generator, put to each draw in turn: a new one takes ten times as long. ``ids``: sample, cycle, step."""
+    """One generator, put to each draw in turn: a new one takes ten times as long. ``ids``: sample, cycle, step.
+
+    Raises: as ``generator``.
+    """
     if not 0 <= seed < SEED_LIMIT:
         raise ValueError(f"seed is {seed}; it must lie in [0, 2**63)")
-    key, unused = np.array([seed, STREAMS[stream]], dtype=np.uint64), np.zeros(4, dtype=np.uint64)
-    philox = np.random.Philox(key=key)
+    key, state = (seed, STREAMS[stream]), dict[str, Any]()
+    start: Any = {**_FRESH, "state": state}
+    philox = np.random.Philox(key=np.array(key, dtype=np.uint64))
     made = np.random.Generator(philox)
     for sample, cycle, step in ids:
         if min(sample, cycle, step) < 0:
             raise ValueError(f"ids of a draw must not be negative: sample={sample}, cycle={cycle}, step={step}")
-        counter = np.array([0, step, cycle, sample], dtype=np.uint64)
-        philox.state = {
-            "bit_generator": "Philox", "state": {"counter": counter, "key": key}, "buffer": unused, "buffer_pos": 4,
-            "has_uint32": 0, "uinteger": 0,
-        }  # fmt: skip
+        state |= {"counter": (0, step, cycle, sample), "key": key}
+        philox.state = start
         yield made
 
 
@@ -82,7 +88,7 @@ def normal(
 ) -> Tensor:
     """Standard normal noise, one independent draw a row: fp32 ``[len(samples), *shape]`` on the host."""
     rows = np.empty((len(samples), math.prod(shape)), dtype=np.float32)
-    for row, draw in zip(rows, _generators(seed, stream, _ids(samples, cycles, steps)), strict=True):
+    for row, draw in zip(rows, generators(seed, stream, _ids(samples, cycles, steps)), strict=True):
         draw.standard_normal(dtype=np.float32, out=row)
     return torch.from_numpy(rows).view(len(samples), *shape)  # pyright: ignore[reportUnknownMemberType]
 
@@ -95,7 +101,7 @@ def uniform(
     steps: Sequence[int] | int = 0,
 ) -> Tensor:
     """Uniform numbers in [0, 1), one a row: fp64 ``[len(samples)]`` on the host."""
-    rows = [draw.random() for draw in _generators(seed, stream, _ids(samples, cycles, steps))]
+    rows = [draw.random() for draw in generators(seed, stream, _ids(samples, cycles, steps))]
     return torch.tensor(rows, dtype=torch.float64)
 
 
@@ -108,7 +114,7 @@ def integers(
     steps: Sequence[int] | int = 0,
 ) -> list[int]:
     """Integers in ``[0, high)``, one a row."""
-    return [int(draw.integers(high)) for draw in _generators(seed, stream, _ids(samples, cycles, steps))]
+    return [int(draw.integers(high)) for draw in generators(seed, stream, _ids(samples, cycles, steps))]
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ def colour(name: str) -> np.ndarray:
 
 @functools.lru_cache
 def drawn(split: Split) -> list[tuple[Caption, Caption]]:
-    return [glyphs.caption_of(i, split, 0) for i in range(DRAWS)]
+    return glyphs.captions_of(range(DRAWS), split, 0)
 
 
 @given(CAPTIONS)
@@ -109,9 +109,10 @@ def test_train_captions_cover_every_value_evenly() -> None:
 
 
 def test_captions_are_a_function_of_index_split_and_seed() -> None:
-    assert glyphs.caption_of(17, "train", 0) == drawn("train")[17]
-    assert [glyphs.caption_of(i, "train", 1) for i in range(20)] != drawn("train")[:20]
-    assert [glyphs.caption_of(i, "test", 0) for i in range(20)] != drawn("train")[:20]
+    for split in glyphs.SPLITS:
+        assert glyphs.captions_of([17, 250, 3], split, 0) == [drawn(split)[i] for i in (17, 250, 3)]
+    assert glyphs.captions_of(range(20), "train", 1) != drawn("train")[:20]
+    assert glyphs.captions_of(range(20), "test", 0) != drawn("train")[:20]
 
 
 def test_a_picture_does_not_depend_on_its_neighbours() -> None:

@@ -117,18 +117,21 @@ class DMD2:
         """Of each exit step, one a sample or N: its input with the sigma there where the student is updated, and what
         it predicted where it is not. ``step`` keeps the draws of a sample's rows apart.
         """
-        exits = [self._inputs(t) if self._updates_student(cycle) else self._predictions(t) for t in trajectories]
+        fields_of = self._inputs if self._updates_student(cycle) else self._predictions
+        exits = [fields_of(t) for t in trajectories]
         counts = [len(next(iter(own.values()))) for own in exits]
         rows = [t.request for t, count in zip(trajectories, counts, strict=True) for _ in range(count)]
         fields = rows_of([request.sample for request in rows], cycle)
         fields |= {name: torch.cat([own[name] for own in exits]) for name in exits[0]}
-        fields["step"] = torch.cat([torch.arange(count) for count in counts])
+        fields["step"] = torch.tensor([step for count in counts for step in range(count)])
         return {"rollout": Batch(fields, tuple(request.prompt for request in rows))}
 
     def _inputs(self, t: Trajectory) -> dict[str, Tensor]:
         """The input of the exit step, where the rollout ended, or of every step."""
-        indices = t.latent_indices if self.config.exit_step == "all" else t.latent_indices[-1:]
-        return {"x": torch.stack([t.latent(i) for i in indices]), "sigma": t.sigmas[list(indices)]}
+        if self.config.exit_step == "all":
+            return {"x": t.latents, "sigma": t.sigmas[list(t.latent_indices)]}
+        last = t.latent_indices[-1]
+        return {"x": t.latents[-1:], "sigma": t.sigmas[last : last + 1]}
 
     def _predictions(self, t: Trajectory) -> dict[str, Tensor]:
         """The sample of a stopped rollout, or what the student predicted at every step of a whole one."""

@@ -74,6 +74,7 @@ class Roles:
             for parameter in self._storage.own(role).values():
                 parameter.data = parameter.data.float()  # masters are fp32, whatever the base is kept in (B65)
                 parameter.requires_grad_(kind == "train")
+        self._sharded: dict[str, list[FSDPModule]] = {role: [] for role in kinds}
         if lora is not None and lora.init:
             start_adapters(lora, {role: self.parameters(role) for role, kind in kinds.items() if kind != "frozen"})
         for target, source in sources.items():
@@ -82,6 +83,7 @@ class Roles:
             if activation_checkpointing:
                 model.enable_activation_checkpointing(net, self._checkpointed)
             shard(net, None if lora or net is model.net else base_dtype)
+        self._sharded = {r: [m for m in self.net(r).modules() if isinstance(m, FSDPModule)] for r in kinds}
         self._current: str | None = None
 
     def velocity(self, role: str, guidance: float = 1.0) -> Velocity:
@@ -115,9 +117,8 @@ class Roles:
         Of a sharded network these are the shards. Whole weights that were kept from a forward are dropped first: they
         stand in the shards' place, and would not follow what is written into these (B44).
         """
-        for module in self._storage.net(role).modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for module in self._sharded[role]:
+            module.reshard()
         return self._storage.own(role)
 
     @contextlib.contextmanager
@@ -169,18 +170,37 @@ def _hash(parts: Mapping[str, Mapping[str, Tensor]]) -> str:
     return digest.hexdigest()[:16]
 
 
+class _Places:
+    """Where parameters of a network are kept, found once: to walk through a network takes longer than to average it.
+
+    Args:
+        part: only those with this in their name, which is then left without it.
+    """
+
+    def __init__(self, net: nn.Module, part: str = "") -> None:
+        self._places: dict[str, tuple[nn.Module, str]] = {}
+        for name, _ in net.named_parameters():
+            if part in name:
+                inside, _, own = name.rpartition(".")
+                self._places[name.replace(part, ".") if part else name] = (net.get_submodule(inside), own)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Those that are there now: sharding puts others in their place."""
+        return {name: getattr(module, own) for name, (module, own) in self._places.items()}
+
+
 class _Copies:
     """Each trained or averaged role is a full copy of the base; the frozen ones are the base."""
 
     def __init__(self, base: nn.Module, kinds: Mapping[str, RoleKind]) -> None:
         self._nets = {role: base if kind == "frozen" else copy.deepcopy(base) for role, kind in kinds.items()}
-        self._frozen = {role for role, kind in kinds.items() if kind == "frozen"}
+        self._own = {r: _Places(self._nets[r]) for r, kind in kinds.items() if kind != "frozen"}
 
     def net(self, role: str) -> nn.Module:
         return self._nets[role]
 
     def own(self, role: str) -> dict[str, Tensor]:
-        return {} if role in self._frozen else dict(self._nets[role].named_parameters())
+        return self._own[role].parameters() if role in self._own else {}
 
     def selected(self, role: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -211,15 +231,13 @@ class _Adapters:
         self._net = model.net.eval()
         self._layers = [m for m in model.net.modules() if isinstance(m, BaseTunerLayer)]
         self._select(())
-        named = list(dict(model.net.named_parameters()))
-        self._own = {role: {n.replace(f".{role}.", "."): n for n in named if f".{role}." in n} for role in own_adapter}
+        self._own = {role: _Places(model.net, f".{role}.") for role in own_adapter}
 
     def net(self, role: str) -> nn.Module:
         return self._net
 
     def own(self, role: str) -> dict[str, Tensor]:
-        named = dict(self._net.named_parameters())  # looked up each time: sharding puts others in their place
-        return {name: named[inside] for name, inside in self._own.get(role, {}).items()}
+        return self._own[role].parameters() if role in self._own else {}
 
     @contextlib.contextmanager
     def selected(self, role: str) -> Generator[None]:

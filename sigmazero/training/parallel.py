@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from sigmazero.engines.local import LocalEngine, batches
 from sigmazero.models.base import COMPUTE_DTYPE
 from sigmazero.records import RolloutRequest, Trajectory
-from sigmazero.sampler import num_calls, recorded
+from sigmazero.sampler import num_calls, recorded, schedules
 
 
 class Ranks:
@@ -116,13 +116,13 @@ class Ranks:
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Adds up the gradients of all ranks; sharded ones were, in the last backward."""
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if self.count == 1 or self.sharded or not gradients:
+        own = [p for p in parameters if p.grad is not None]
+        if self.count == 1 or self.sharded or not own:
             return
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        flat = torch.cat([p.grad.flatten() for p in own if p.grad is not None])
         dist.all_reduce(flat)
-        for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(total.view_as(gradient))
+        for parameter, total in zip(own, flat.split([p.numel() for p in own]), strict=True):
+            parameter.grad = total.view_as(parameter)
 
 
 ALONE = Ranks()
@@ -158,7 +158,10 @@ class SharedEngine:
             values = _flat(trajectory)
             row[: len(values)] = values
         gathered = self._ranks.gather_rows(rows, len(requests))
-        return [_unflat(request, row, shape, version) for request, row in zip(requests, gathered, strict=True)]
+        return [
+            _unflat(request, sigmas, row, shape, version)
+            for request, sigmas, row in zip(requests, schedules(requests), gathered.unbind(), strict=True)
+        ]
 
 
 def _lengths(request: RolloutRequest, shape: torch.Size) -> list[int]:
@@ -172,7 +175,7 @@ def _flat(trajectory: Trajectory) -> Tensor:
     return torch.cat([part.cpu().float().flatten() for part in parts if part is not None])
 
 
-def _unflat(request: RolloutRequest, row: Tensor, shape: torch.Size, version: int) -> Trajectory:
+def _unflat(request: RolloutRequest, sigmas: Tensor, row: Tensor, shape: torch.Size, version: int) -> Trajectory:
     lengths = _lengths(request, shape)
     latents, log_prob, velocities = row[: sum(lengths)].split(lengths)
-    return recorded(request, latents.view(-1, *shape), log_prob, list(velocities.view(-1, *shape)), version)
+    return recorded(request, sigmas, latents.view(-1, *shape), log_prob, velocities.view(-1, *shape).unbind(), version)

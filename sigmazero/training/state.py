@@ -61,8 +61,9 @@ class RoleOptimizer:
         rate = learning_rate(self.config, self.steps, self.num_steps)
         for group in self._adam.param_groups:
             group["lr"] = rate
-        trainable = [p for p in self.parameters.values() if p.requires_grad]
-        torch.nn.utils.clip_grads_with_norm_(trainable, self.config.clip, norm, foreach=True)
+        if float(norm) + 1e-6 > self.config.clip:  # below that it would multiply by 1
+            trainable = [p for p in self.parameters.values() if p.requires_grad]
+            torch.nn.utils.clip_grads_with_norm_(trainable, self.config.clip, norm, foreach=True)
         self._adam.step()
         self.steps += 1
         return rate

@@ -66,7 +66,7 @@ def test_metadata_goes_before_the_prompt() -> None:
 
 
 def test_real_ink_and_paper_are_found_and_others_missed() -> None:
-    captions = [glyphs.caption_of(i, "train", 0)[1] for i in range(24)]
+    captions = [full for _, full in glyphs.captions_of(range(24), "train", 0)]
     pictures = glyphs.pictures_of(captions, range(24), seed=0)
     named = {**glyphs.INKS, **glyphs.PAPERS}
     far = {"red": "blue", "blue": "green", "green": "red", "black": "red", "purple": "green", "brown": "blue"}

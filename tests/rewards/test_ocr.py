@@ -29,7 +29,7 @@ def recogniser() -> ocr.Recogniser:
 @pytest.fixture(scope="module")
 def numbers() -> tuple[list[str], Tensor]:
     """128 numbers and their pictures, as 8-bit files would hold them."""
-    captions = [glyphs.caption_of(i, "train", seed=3)[1] for i in range(128)]
+    captions = [full for _, full in glyphs.captions_of(range(128), "train", seed=3)]
     pictures = (glyphs.pictures_of(captions, range(128), seed=3) * 255).round().to(torch.uint8)
     return [f"{caption.number:02d}" for caption in captions], as_layout(pictures, "chw_float", None)
 
