@@ -260,7 +260,7 @@ def noted(optimizer: RoleOptimizer) -> Iterator[dict[str, Tensor]]:
     found: dict[str, Tensor] = {}
     step = optimizer.step
 
-    def noting(norm: Tensor) -> float:
+    def noting(norm: float) -> float:
         found.update({n: p.grad.clone() for n, p in optimizer.parameters.items() if p.grad is not None})
         return step(norm)
 

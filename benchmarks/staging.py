@@ -115,7 +115,7 @@ class Case:
         gradient: dict[str, Tensor] = {}
         step = self.optimizer.step
 
-        def noting(norm: Tensor) -> float:
+        def noting(norm: float) -> float:
             gradient.update(
                 {f"gradient/{n}": p.grad.clone() for n, p in self.optimizer.parameters.items() if p.grad is not None}
             )

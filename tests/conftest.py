@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sigmazero.config import RunConfig, parse
+from sigmazero.launch import local, reopen
 from sigmazero.models import glyph
 
 MakeRun = Callable[..., RunConfig]
@@ -33,6 +34,13 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
     glyph.save(path, model, tensors)
     return path
+
+
+@pytest.fixture
+def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs write no report, which takes longer than they do; it is tested elsewhere."""
+    for module in (local, reopen):
+        monkeypatch.setattr(module, "write_report", lambda folder: folder)
 
 
 def _merge(into: dict[str, Any], dotted: dict[str, Any]) -> dict[str, Any]:

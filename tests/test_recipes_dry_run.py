@@ -19,7 +19,7 @@ from PIL import Image
 from sigmazero import cli
 from sigmazero.config import RunConfig, load_recipe
 from sigmazero.data import SHIPPED, PromptFile
-from sigmazero.launch import judge, local
+from sigmazero.launch import local
 from sigmazero.launch.tiny import write_tiny
 from sigmazero.schedule import sigma_grid
 from sigmazero.training import checkpoint
@@ -54,12 +54,10 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One thread, the repository as the working folder, and no page: it takes longer than the run."""
+def _fast(no_page: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread, the repository as the working folder."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(local, "use_threads", lambda threads: None)
-    for module in (local, judge):
-        monkeypatch.setattr(module, "write_report", lambda folder: folder)
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:

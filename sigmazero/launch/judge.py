@@ -1,4 +1,4 @@
-"""Evaluation of a run in its folder: pictures and scores of every arm, ``scores.json``, the report."""
+"""Evaluation of a run in its folder: pictures and scores of every arm, ``scores.json``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from sigmazero.pictures import grid, quantized, save_png
 from sigmazero.progress import CycleProgress
 from sigmazero.reader import load_reader
 from sigmazero.records import Prompt
-from sigmazero.report import write_report
 from sigmazero.rewards.scorer import Scorer
 from sigmazero.tensors import read_tensors, write_tensors
 from sigmazero.training.folder import RunFolder, write_json
@@ -144,7 +143,7 @@ class Judge:
         save_png(grid(shown, len(shown)), path)
 
     def write(self, cycle: int) -> None:
-        """Writes what has been scored so far, and the report."""
+        """Writes what has been scored so far."""
         if not self._ranks.is_first:
             return
         arms = {arm: {name: m.as_dict() for name, m in metrics.items()} for arm, metrics in self.scores.items()}
@@ -158,4 +157,3 @@ class Judge:
             "threads": torch.get_num_threads(),
         }
         write_json(self._folder.path / "scores.json", {"arms": arms, "settings": settings, "cycle": cycle})
-        write_report(self._folder.path)

@@ -281,6 +281,8 @@ def _train(config: RunConfig, ranks: Ranks) -> Path:
         start = built.trainer.counters.cycle
         if start == 0 and config.evaluate.every:
             judge.refresh(0)  # the first row of the report's pictures over training
+        if ranks.is_first:
+            write_report(folder.path)
         with (
             MetricsLog(folder.path, start, config.training.tensorboard) as log,
             CycleProgress("training", start, config.num_cycles) as progress,

@@ -7,6 +7,7 @@ so a network of 20 billion parameters is planned on a laptop. What every operato
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,6 +36,7 @@ from sigmazero.training.parallel import Ranks
 from sigmazero.training.phase import weighted_sum
 from sigmazero.training.rollout import PART
 from sigmazero.training.staging import Staging
+from sigmazero.training.state import RoleOptimizer
 
 NUM_ENCODED = 8  # prompts of different lengths; the others count as the nearest of them
 _FAKE = FakeTensorMode(allow_non_fake_inputs=True)
@@ -357,11 +359,17 @@ def _training(built: Built, feeds: dict[str, Batch], device: torch.device) -> It
         updated = [built.trainer.optimizers[role] for role in phase.updates]
         gradients = sum(_bytes(optimizer.gradients()) for optimizer in updated)
         for optimizer in updated:
-            optimizer.step(optimizer.gradient_norm())
-            own = measured(device, lambda optimizer=optimizer: optimizer.step(optimizer.gradient_norm()))
+            _stepped(optimizer)
+            own = measured(device, functools.partial(_stepped, optimizer))
             yield PhaseMemory(f"{optimizer.role} step", 0, gradients + own)
         for optimizer in updated:
             optimizer.clear()
+
+
+def _stepped(optimizer: RoleOptimizer) -> None:
+    """One step, of gradients that are clipped: no number of a plan is known, so that of the norm is made up."""
+    optimizer.gradient_norm()
+    optimizer.step(2 * optimizer.config.clip)
 
 
 def _two_micro_batches(built: Built, phase: Phase, feed: Batch) -> Batch:

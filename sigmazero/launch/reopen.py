@@ -23,6 +23,7 @@ from sigmazero.launch.sources import Source, Wish, newest, open_source
 from sigmazero.pictures import contact_sheet, grid, quantized, save_png, thumbnail
 from sigmazero.progress import CycleProgress
 from sigmazero.records import Prompt, RolloutRequest
+from sigmazero.report import write_report
 from sigmazero.schedule import sigma_grid
 from sigmazero.strategies import ode_and_return_last
 from sigmazero.training.folder import RunFolder, check_inputs, read_config
@@ -54,6 +55,7 @@ def evaluate_run(path: Path, overrides: Sequence[str] = ()) -> str:
         judge.score_fixed()
         judge.score_moving()
         judge.write(cycle)  # once, at the end: the former scores stay until there are new ones
+        write_report(folder.path)
         return scores_table(judge.scores)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -115,14 +116,14 @@ def _update(
     for optimizer in updated:
         how.ranks.sum_gradients(optimizer.parameters.values())
     with how.watch.work("optimizer"):
-        norms = [optimizer.gradient_norm() for optimizer in updated]
-    finite = finite and all(bool(torch.isfinite(norm)) for norm in norms)
+        norms = [float(optimizer.gradient_norm()) for optimizer in updated]
+    finite = finite and all(map(math.isfinite, norms))
     if finite:
         for optimizer, norm in zip(updated, norms, strict=True):
             with how.watch.work("optimizer"):
                 rate = optimizer.step(norm)
             roles.versions[optimizer.role] = optimizer.steps
-            metrics[f"train/{optimizer.role}_grad_norm"] = float(norm)
+            metrics[f"train/{optimizer.role}_grad_norm"] = norm
             metrics[f"train/{optimizer.role}_lr"] = rate
         result.stepped += 1
         after_step()

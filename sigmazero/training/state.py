@@ -56,14 +56,14 @@ class RoleOptimizer:
         """The norm over all gradients of the role, before clipping."""
         return whole(torch.nn.utils.get_total_norm(self.gradients()))
 
-    def step(self, norm: Tensor) -> float:
-        """Clips to ``config.clip``, steps, and returns the learning rate that was used."""
+    def step(self, norm: float) -> float:
+        """Clips gradients of that norm to ``config.clip``, steps, and returns the learning rate that was used."""
         rate = learning_rate(self.config, self.steps, self.num_steps)
         for group in self._adam.param_groups:
             group["lr"] = rate
-        if float(norm) + 1e-6 > self.config.clip:  # below that it would multiply by 1
+        if norm + 1e-6 > self.config.clip:  # below that torch would multiply by 1
             trainable = [p for p in self.parameters.values() if p.requires_grad]
-            torch.nn.utils.clip_grads_with_norm_(trainable, self.config.clip, norm, foreach=True)
+            torch.nn.utils.clip_grads_with_norm_(trainable, self.config.clip, torch.tensor(norm), foreach=True)
         self._adam.step()
         self.steps += 1
         return rate

@@ -24,9 +24,7 @@ from tests.launch.conftest import FAMILIES, Trained
 WATCHED = ("rewards.size.kind=jpeg", "rewards.size.goal=incompressible", "rewards.size.weight=0")
 
 
-@pytest.fixture(autouse=True)
-def _no_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge, "write_report", lambda folder: folder)
+pytestmark = pytest.mark.usefixtures("no_page")
 
 
 def arms_of(folder: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import torch
 import yaml
 
 from sigmazero.config import RunConfig
-from sigmazero.launch import judge, local
+from sigmazero.launch import judge
 from sigmazero.launch.local import build, restore_newest, train
 from sigmazero.metrics import MetricsLog, read_metrics
 from sigmazero.training import checkpoint
@@ -26,6 +26,8 @@ from sigmazero.training.folder import RunFolder, read_config
 from sigmazero.training.rollout import Collector
 from sigmazero.training.trainer import Trainer
 from tests.conftest import MakeRun
+
+pytestmark = pytest.mark.usefixtures("no_page")
 
 CYCLES = 7
 SETTINGS = {
@@ -67,13 +69,6 @@ def assert_same(found: Outcome, wanted: Outcome) -> None:
     assert found.numbers == wanted.numbers
     assert found.rows == wanted.rows
     assert found.scores == wanted.scores
-
-
-@pytest.fixture(autouse=True)
-def _no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page takes longer than the run; it is tested elsewhere."""
-    monkeypatch.setattr(local, "write_report", lambda folder: folder)
-    monkeypatch.setattr(judge, "write_report", lambda folder: folder)
 
 
 @pytest.fixture(scope="module")

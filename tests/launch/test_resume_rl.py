@@ -21,7 +21,6 @@ import yaml
 from sigmazero.config import RunConfig
 from sigmazero.engines.local import LocalEngine
 from sigmazero.evaluate import Evaluator
-from sigmazero.launch import judge, local
 from sigmazero.launch.local import build, restore_newest, train
 from sigmazero.rewards.scorer import Scorer
 from sigmazero.training import checkpoint, phase
@@ -65,10 +64,8 @@ _kept: dict[Any, Any] = {}  # parts of evaluation by its settings
 
 
 @pytest.fixture(autouse=True)
-def _fast_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+def _fast_evaluation(no_page: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """No report, and the real pictures are made and scored once: all that is tested elsewhere."""
-    for module in (local, judge):
-        monkeypatch.setattr(module, "write_report", lambda folder: folder)
     start, score_real = Evaluator.__init__, Evaluator.score_real
 
     def kept(name: str, config: Any, make: Callable[[], Any]) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sigmazero import seeds
 from sigmazero.config import FunctionRewardConfig
-from sigmazero.launch import judge, local
+from sigmazero.launch import local
 from sigmazero.launch.judge import Judge
 from sigmazero.records import Prompt, RolloutRequest, Trajectory
 from sigmazero.rewards.base import Layout, as_layout
@@ -520,7 +520,6 @@ def test_b75_training_evaluation_and_files_score_the_same_picture(
         {"rewards": {"mean": {"kind": "function", "function": name}}, "plugins": [name], "rollout": {"group_size": 6}}
     )
     monkeypatch.setattr(local, "LocalEngine", lambda *_, **__: Fixed())
-    monkeypatch.setattr(judge, "write_report", lambda folder: folder)
     with RunFolder(config.output) as folder, local.build(config) as built:
         scores = built.trainer.collector.collect(0, 0).scores
         judged = Judge(config, built.algorithm, built.roles, built.engine, folder, built.scorer)

@@ -47,7 +47,7 @@ def trained(net: nn.Module) -> RoleOptimizer:
     for _ in range(STEPS):
         for name, value in net.named_parameters():
             value.grad = None if name == "idle" else torch.ones_like(value)
-        optimizer.step(torch.tensor(0.5))  # below the clip
+        optimizer.step(0.5)  # below the clip
     moving = dict(net.named_parameters()) | {n: v for n, v in optimizer.state().items() if v.dim()}
     for i, (_, value) in enumerate(sorted(moving.items())):
         known = torch.sqrt(torch.arange(value.numel()) + 100.0 * i).view(value.shape)

@@ -149,10 +149,8 @@ def test_phases_that_are_due_alike_have_no_repeats(flow_grpo: MakeRun) -> None:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(no_page: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """No report and no evaluation, which are tested elsewhere."""
-    for module in (local, judge):
-        monkeypatch.setattr(module, "write_report", lambda folder: folder)
     for name in ("score_fixed", "score_moving"):
         monkeypatch.setattr(judge.Judge, name, lambda self: None)
 

@@ -204,7 +204,7 @@ class Toy:
         found: list[Tensor] = []
         step = self.optimizer.step
 
-        def noting(norm: Tensor) -> float:
+        def noting(norm: float) -> float:
             assert self.weight.grad is not None
             found.append(self.weight.grad.clone())
             return step(norm)
@@ -251,7 +251,7 @@ def test_losses_gradients_and_weights_are_those_of_one_call_with_everything(sort
     result, gradient = toy.run(given, size, mode)
     torch.testing.assert_close(gradient, plain.weight.grad, rtol=1e-5, atol=1e-6)
     assert result.metrics["train/toy_loss"] == pytest.approx(mean.item(), rel=1e-5)
-    plain.optimizer.step(plain.optimizer.gradient_norm())
+    plain.optimizer.step(float(plain.optimizer.gradient_norm()))
     torch.testing.assert_close(toy.weight, plain.weight, rtol=1e-5, atol=1e-6)
 
 

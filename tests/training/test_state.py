@@ -29,15 +29,16 @@ def optimizer(weight: torch.Tensor, **settings: object) -> RoleOptimizer:
     return RoleOptimizer("student", {"w": weight}, config, 10)
 
 
-def test_step_is_adamw_on_the_clipped_gradient() -> None:
-    """Against torch's own optimizer fed the gradient scaled by hand: norm 5, clip 2.5."""
+@pytest.mark.parametrize(("clip", "scale"), [(2.5, 0.5), (5.0, 1.0), (7.0, 1.0)])
+def test_step_is_adamw_on_the_clipped_gradient(clip: float, scale: float) -> None:
+    """Against torch's own optimizer fed the gradient scaled by hand: norm 5."""
     weight, other = (torch.tensor([1.0, 2.0], requires_grad=True) for _ in range(2))
-    ours = optimizer(weight, clip=2.5, weight_decay=0.1)
+    ours = optimizer(weight, clip=clip, weight_decay=0.1)
     theirs = torch.optim.AdamW([other], lr=0.1, betas=(0.9, 0.99), weight_decay=0.1)
     for _ in range(3):
-        weight.grad, other.grad = torch.tensor([3.0, 4.0]), torch.tensor([1.5, 2.0])
+        weight.grad, other.grad = torch.tensor([3.0, 4.0]), scale * torch.tensor([3.0, 4.0])
         assert ours.gradient_norm().item() == pytest.approx(5.0)
-        ours.step(ours.gradient_norm())
+        ours.step(float(ours.gradient_norm()))
         theirs.step()
     torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-6)
 
@@ -57,7 +58,7 @@ def test_b12_resumed_optimizer_goes_on_bit_for_bit() -> None:
                     moment.copy_(state[key])
                 ours.load(room, done)
             weight.grad = torch.sin(weight.detach() + i)
-            ours.step(ours.gradient_norm())
+            ours.step(float(ours.gradient_norm()))
         return weight.detach()
 
     assert torch.equal(steps(6, None), steps(6, 3))
