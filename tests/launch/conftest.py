@@ -84,6 +84,22 @@ def trained(shelf: Path) -> Trained:
 
 
 @pytest.fixture(scope="session")
+def written(shelf: Path, trained: Trained) -> MakeExport:
+    """An export of a family in a form, made once, without the check in another process: tests/launch/test_export.py
+    has that done."""
+    made: dict[tuple[str, str], Exported] = {}
+
+    def make(family: str, form: str) -> Exported:
+        if (family, form) not in made:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(launch, "_compare", lambda config, out, work: (0.0, 0))
+                made[family, form] = export_run(trained(family), shelf / "written" / family / form, form=form)
+        return made[family, form]
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def exported(shelf: Path, trained: Trained) -> MakeExport:
     """An export of a family in a form, made once, and checked in a process that cannot import sigmazero."""
     made: dict[tuple[str, str], Exported] = {}

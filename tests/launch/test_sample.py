@@ -185,7 +185,7 @@ def test_prompts_of_a_file(trained: Trained, sample: Sample, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_b08_an_export_is_sampled_by_its_contract(
-    family: str, trained: Trained, exported: MakeExport, sample: Sample, err: list[str]
+    family: str, trained: Trained, written: MakeExport, sample: Sample, err: list[str]
 ) -> None:
     """Nothing but the folder is given. Adapters give the run's bits; merged ones differ by rounding, and where the base
     is in half precision by that of its other layers, which the pipeline's fp32 does not have."""
@@ -193,7 +193,7 @@ def test_b08_an_export_is_sampled_by_its_contract(
     run = sample(trained(family), *options)
     ours = {name: value for name, value in info(run / "00000.png").items() if name not in ("source", "kind")}
     for form, levels in (("lora", 0), ("pipeline", 1 if family != "qwen_image" else 24)):
-        out = sample(exported(family, form).folder, *options)
+        out = sample(written(family, form).folder, *options)
         assert "warning" not in err[0]
         assert same(run, out, levels)
         its = info(out / "00000.png")
@@ -202,9 +202,9 @@ def test_b08_an_export_is_sampled_by_its_contract(
     assert not same(sample(base_of(trained, family), *options, "--steps", 4, "--guidance", 1, *SMALL), run, 24)
 
 
-def test_b08_a_merged_export_over_half_precision_is_that_of_its_weights(exported: MakeExport, sample: Sample) -> None:
+def test_b08_a_merged_export_over_half_precision_is_that_of_its_weights(written: MakeExport, sample: Sample) -> None:
     """Qwen-Image's: as diffusers samples it from the same noise, in fp32."""
-    folder = exported("qwen_image", "pipeline").folder
+    folder = written("qwen_image", "pipeline").folder
     out = sample(folder, "--prompt", PROMPTS[0], "--seed", 2)
     pipeline: Any = DiffusionPipeline.from_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
@@ -215,10 +215,10 @@ def test_b08_a_merged_export_over_half_precision_is_that_of_its_weights(exported
 
 
 def test_exported_weights_go_into_their_base_wherever_it_is(
-    trained: Trained, exported: MakeExport, sample: Sample, refused: Callable[..., str], tmp_path: Path
+    trained: Trained, written: MakeExport, sample: Sample, refused: Callable[..., str], tmp_path: Path
 ) -> None:
     run = sample(trained("flux2"), "--prompt", PROMPTS[0])
-    out = exported("flux2", "weights").folder
+    out = written("flux2", "weights").folder
     assert same(run, sample(out, "--prompt", PROMPTS[0]), 1)
     moved = Path(shutil.copytree(out, tmp_path / "moved"))
     said = json.loads((moved / "sampler.json").read_text())
@@ -233,18 +233,18 @@ def test_exported_weights_go_into_their_base_wherever_it_is(
 
 
 def test_adapters_over_another_base_are_refused(
-    exported: MakeExport, refused: Callable[..., str], tmp_path: Path
+    written: MakeExport, refused: Callable[..., str], tmp_path: Path
 ) -> None:
     write_tiny("sd3", tmp_path / "other", seed=1)
-    line = refused(exported("sd3", "lora").folder, "--prompt", "a", "--base", tmp_path / "other")
+    line = refused(written("sd3", "lora").folder, "--prompt", "a", "--base", tmp_path / "other")
     assert "was trained over another base than this one" in line
 
 
 def test_b08_what_the_contract_does_not_say_is_warned_of(
-    exported: MakeExport, trained: Trained, sample: Sample, err: list[str]
+    written: MakeExport, trained: Trained, sample: Sample, err: list[str]
 ) -> None:
     """Other steps, shift, guidance or size are sampled, each asked for by name; the contract's own are silent."""
-    folder, prompt = exported("sd3", "pipeline").folder, ("--prompt", PROMPTS[0])
+    folder, prompt = written("sd3", "pipeline").folder, ("--prompt", PROMPTS[0])
     plain = sample(folder, *prompt)
     assert same(plain, sample(folder, *prompt, "--steps", 4, "--shift", 3, "--guidance", 1, *SMALL))
     assert "warning" not in err[0]
@@ -271,8 +271,8 @@ def test_flux2_dev_is_guided_by_what_its_network_reads(sample: Sample, tmp_path:
     assert info(four / "00000.png")["guidance"] == 1  # one call of the network a step
 
 
-def test_half_precision_is_asked_for(exported: MakeExport, sample: Sample) -> None:
-    folder, prompt = exported("sd3", "pipeline").folder, ("--prompt", PROMPTS[0])
+def test_half_precision_is_asked_for(written: MakeExport, sample: Sample) -> None:
+    folder, prompt = written("sd3", "pipeline").folder, ("--prompt", PROMPTS[0])
     exact, half = sample(folder, *prompt), sample(folder, *prompt, "--dtype", "bfloat16")
     assert not same(exact, half)
     assert same(exact, half, 32)
@@ -294,18 +294,18 @@ def test_half_precision_is_asked_for(exported: MakeExport, sample: Sample) -> No
     ],
 )
 def test_b15_options_that_cannot_be_are_refused(
-    options: tuple[str, ...], complaint: str, exported: MakeExport, refused: Callable[..., str]
+    options: tuple[str, ...], complaint: str, written: MakeExport, refused: Callable[..., str]
 ) -> None:
-    assert complaint in refused(exported("sd3", "pipeline").folder, *options)
+    assert complaint in refused(written("sd3", "pipeline").folder, *options)
 
 
 def test_b15_options_of_another_source_are_refused(
-    trained: Trained, exported: MakeExport, refused: Callable[..., str]
+    trained: Trained, written: MakeExport, refused: Callable[..., str]
 ) -> None:
     prompt = ("--prompt", "a")
     assert "--dtype does nothing here: a run" in refused(trained("sd3"), *prompt, "--dtype", "float32")
     assert "--dtype does nothing here: adapters" in refused(
-        exported("sd3", "lora").folder, *prompt, "--dtype", "bfloat16"
+        written("sd3", "lora").folder, *prompt, "--dtype", "bfloat16"
     )
     base = base_of(trained, "sd3")
     assert "--role does nothing here: a base" in refused(base, *prompt, "--role", "teacher")
@@ -322,9 +322,9 @@ def test_b15_options_of_another_source_are_refused(
     ],
 )
 def test_a_broken_contract_is_refused(
-    change: dict[str, Any], complaint: str, exported: MakeExport, refused: Callable[..., str], tmp_path: Path
+    change: dict[str, Any], complaint: str, written: MakeExport, refused: Callable[..., str], tmp_path: Path
 ) -> None:
-    said = json.loads((exported("sd3", "pipeline").folder / "sampler.json").read_text())
+    said = json.loads((written("sd3", "pipeline").folder / "sampler.json").read_text())
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "sampler.json").write_text(json.dumps({**said, **change}))
     assert complaint in refused(tmp_path / "out", "--prompt", "a")
