@@ -102,13 +102,13 @@ class DMD2:
         Raises:
             ValueError: the strategy fails, or its plan does not stop at a step whose two latents come back.
         """
-        name = f"algorithm.step_strategy {self.config.step_strategy!r}"
         try:
             plan = checked_plan(self.strategy(sample, self.config.num_steps, self.seed), self.config.num_steps)
+            if plan.stop is None or plan.stop not in plan.ret:
+                raise ValueError(f"it gave {tuple(plan)}; dmd2 needs a stop i, latents i and i+1")
         except Exception as error:
-            raise ValueError(f"{name}, sample {sample}: {' '.join(str(error).split())}") from error
-        if plan.stop is None or plan.stop not in plan.ret:
-            raise ValueError(f"{name}, sample {sample}: it gave {tuple(plan)}; dmd2 needs a stop i, latents i and i+1")
+            name = f"algorithm.step_strategy {self.config.step_strategy!r}, sample {sample}"
+            raise ValueError(f"{name}: {' '.join(str(error).split())}") from error
         return plan
 
     def feeds(

@@ -213,6 +213,8 @@ def build(config: RunConfig, ranks: Ranks = ALONE, encode: Callable[..., None] =
         (encode if encoders else encode_all)(model, prompts, cache)
     rewarded = scorer if config.algorithm.name in REWARDED else None  # else it only scores the evaluation
     _check_prompts(prompts, model, rewarded)
+    if ranks.sharded:
+        model.net.to("cpu")  # copies are made there; each block goes to its device as it is spread
     roles = Roles(
         model, algorithm.roles, {a.target: a.source for a in algorithm.averages},
         lora=(config.roles.lora or LoraConfig()) if config.roles.storage == "lora" else None,

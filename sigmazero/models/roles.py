@@ -45,7 +45,8 @@ class Roles:
         lora: None for full copies.
         guidance_norm: overrides the family's, or ``family``.
         shard: spreads a network over ranks, once all of its weights and what they require is final; told the precision
-            that a full copy with fp32 masters computes in.
+            that a full copy with fp32 masters computes in. Copies are made and spread one after another, so that one of
+            them is there whole at a time.
     Raises:
         ValueError: a LoRA target matches no linear layer of the network, or ``lora.init`` does not fit.
     """
@@ -69,20 +70,23 @@ class Roles:
         model.net.eval().requires_grad_(False)
         base_dtype = next(model.net.parameters()).dtype
         self.base_fingerprint = _hash({"": model.net.state_dict()})
-        self._storage: _Storage = _Adapters(model, kinds, lora, seed) if lora else _Copies(model.net, kinds)
-        for role, kind in kinds.items():
-            for parameter in self._storage.own(role).values():
-                parameter.data = parameter.data.float()  # masters are fp32, whatever the base is kept in (B65)
-                parameter.requires_grad_(kind == "train")
+
+        def spread(net: nn.Module, compute_dtype: torch.dtype | None) -> None:
+            if activation_checkpointing:
+                model.enable_activation_checkpointing(net, self._checkpointed)
+            shard(net, compute_dtype)
+
+        self._storage: _Storage = (
+            _Adapters(model, kinds, lora, seed)
+            if lora
+            else _Copies(model.net, kinds, lambda net: spread(net, base_dtype))
+        )
         self._sharded: dict[str, list[FSDPModule]] = {role: [] for role in kinds}
         if lora is not None and lora.init:
             start_adapters(lora, {role: self.parameters(role) for role, kind in kinds.items() if kind != "frozen"})
         for target, source in sources.items():
             self.average(target, source, 0.0)
-        for net in {id(n): n for n in map(self._storage.net, kinds)}.values():
-            if activation_checkpointing:
-                model.enable_activation_checkpointing(net, self._checkpointed)
-            shard(net, None if lora or net is model.net else base_dtype)
+        spread(model.net, None)
         self._sharded = {r: [m for m in self.net(r).modules() if isinstance(m, FSDPModule)] for r in kinds}
         self._current: str | None = None
 
@@ -189,12 +193,28 @@ class _Places:
         return {name: getattr(module, own) for name, (module, own) in self._places.items()}
 
 
-class _Copies:
-    """Each trained or averaged role is a full copy of the base; the frozen ones are the base."""
+def _make_masters(parameters: Mapping[str, Tensor], kind: RoleKind) -> None:
+    """What a role owns is fp32, whatever the base is kept in (B65)."""
+    for parameter in parameters.values():
+        parameter.data = parameter.data.float()
+        parameter.requires_grad_(kind == "train")
 
-    def __init__(self, base: nn.Module, kinds: Mapping[str, RoleKind]) -> None:
-        self._nets = {role: base if kind == "frozen" else copy.deepcopy(base) for role, kind in kinds.items()}
-        self._own = {r: _Places(self._nets[r]) for r, kind in kinds.items() if kind != "frozen"}
+
+class _Copies:
+    """Each trained or averaged role is a full copy of the base; the frozen ones are the base.
+
+    Args:
+        spread: called with each copy before the next one is made.
+    """
+
+    def __init__(self, base: nn.Module, kinds: Mapping[str, RoleKind], spread: Callable[[nn.Module], None]) -> None:
+        self._nets, self._own = dict.fromkeys(kinds, base), dict[str, _Places]()
+        for role, kind in kinds.items():
+            if kind != "frozen":
+                net = self._nets[role] = copy.deepcopy(base)
+                self._own[role] = _Places(net)
+                _make_masters(self._own[role].parameters(), kind)
+                spread(net)
 
     def net(self, role: str) -> nn.Module:
         return self._nets[role]
@@ -232,6 +252,8 @@ class _Adapters:
         self._layers = [m for m in model.net.modules() if isinstance(m, BaseTunerLayer)]
         self._select(())
         self._own = {role: _Places(model.net, f".{role}.") for role in own_adapter}
+        for role, places in self._own.items():
+            _make_masters(places.parameters(), kinds[role])
 
     def net(self, role: str) -> nn.Module:
         return self._net

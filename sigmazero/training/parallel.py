@@ -152,15 +152,17 @@ class SharedEngine:
         own = [requests[i] for i in self._ranks.share(len(requests))]
         made = self._engine.sample(own or requests[:1], num_calls(requests))
         shape, version = made[0].latents.shape[1:], made[0].version
-        length = max(sum(_lengths(request, shape)) for request in requests)
-        rows = torch.zeros((len(own), length))
+        lengths = [_lengths(request, shape) for request in requests]
+        rows = torch.zeros((len(own), max(map(sum, lengths))))
         for row, trajectory in zip(rows, made, strict=False):  # what a rank without a share made is left out
             values = _flat(trajectory)
             row[: len(values)] = values
         gathered = self._ranks.gather_rows(rows, len(requests))
         return [
-            _unflat(request, sigmas, row, shape, version)
-            for request, sigmas, row in zip(requests, schedules(requests), gathered.unbind(), strict=True)
+            _unflat(request, sigmas, row[: sum(parts)].split(parts), shape, version)
+            for request, sigmas, row, parts in zip(
+                requests, schedules(requests), gathered.unbind(), lengths, strict=True
+            )
         ]
 
 
@@ -175,7 +177,8 @@ def _flat(trajectory: Trajectory) -> Tensor:
     return torch.cat([part.cpu().float().flatten() for part in parts if part is not None])
 
 
-def _unflat(request: RolloutRequest, sigmas: Tensor, row: Tensor, shape: torch.Size, version: int) -> Trajectory:
-    lengths = _lengths(request, shape)
-    latents, log_prob, velocities = row[: sum(lengths)].split(lengths)
+def _unflat(
+    request: RolloutRequest, sigmas: Tensor, parts: Sequence[Tensor], shape: torch.Size, version: int
+) -> Trajectory:
+    latents, log_prob, velocities = parts
     return recorded(request, sigmas, latents.view(-1, *shape), log_prob, velocities.view(-1, *shape).unbind(), version)

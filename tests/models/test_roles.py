@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sigmazero import seeds
 from sigmazero.config import LoraConfig
@@ -70,6 +72,31 @@ def test_requires_grad_is_that_of_the_kind_and_stays(weights: Path, lora: LoraCo
         gradients(roles, "student", between="fake_score")
     frozen = [p for n, p in roles.model.net.named_parameters() if ".lora_" not in n]
     assert not any(p.requires_grad for p in frozen)
+
+
+def test_a_copy_is_spread_before_the_next_is_made(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its masters and what they require final, the base last: never is more than one copy there whole."""
+    events: list[str] = []
+    copied = copy.deepcopy
+
+    def noted_copy(what: object, *memo: Any) -> object:
+        if isinstance(what, glyph.GlyphNet):
+            events.append("copied")
+        return copied(what, *memo)
+
+    def spread(net: nn.Module, compute_dtype: torch.dtype | None) -> None:
+        dtypes = {p.dtype for p in net.parameters()}
+        assert len(dtypes) == 1
+        trains = {p.requires_grad for p in net.parameters()} == {True}
+        events.append(f"spread {dtypes.pop()} for {compute_dtype}" + ", trained" * trains)
+
+    model = glyph.load(weights)
+    model.net.to(torch.bfloat16)
+    monkeypatch.setattr(copy, "deepcopy", noted_copy)
+    Roles(model, KINDS, SOURCES, shard=spread)
+    half, trained = "torch.bfloat16", "spread torch.float32 for torch.bfloat16, trained"
+    kept = "spread torch.float32 for torch.bfloat16"
+    assert events == ["copied", trained, "copied", trained, "copied", kept, f"spread {half} for None"]
 
 
 @STORAGES
