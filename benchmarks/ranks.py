@@ -5,9 +5,8 @@
 
   one    one process with the whole batch
   two    two ranks with half of it each
-  apart  two processes at once that know nothing of each other, each with half of the batch: what these two cores give
-         at most, since each has all of the optimizer's work too. It is no target; where it is above one, no code
-         reaches it
+  apart  two processes at once that know nothing of each other, each with half of the batch: what two ranks would take
+         if they had nothing to tell each other. Where it is above a target, ranks that hold all weights cannot meet it
 
 The arms take turns in the same two processes; a ratio is the median of turns, to ``one``.
 """
@@ -21,7 +20,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -54,7 +53,8 @@ def worker(index: int, barrier: Any, folder: str, turns: int) -> None:
     for batch in BATCHES:
         built = {"two": trains(batch, ranks), "apart": trains(batch // 2, ALONE)}
         built |= {"one": trains(batch, ALONE)} if index == 0 else {}
-        cycles = 2 * max(2, 128 // batch)  # of two cycles a period
+        period = cast(Any, built["two"].config.algorithm).fake_updates  # cycles
+        cycles = period * max(2, 128 // batch)
         seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
         for turn in range(turns + 1):
             for arm in ARMS[turn % 3 :] + ARMS[: turn % 3]:
@@ -64,7 +64,7 @@ def worker(index: int, barrier: Any, folder: str, turns: int) -> None:
                     built[arm].trainer.run_cycle()
                 barrier.wait()
                 if turn:  # the first one warms up
-                    seconds[arm].append((time.perf_counter() - started) / cycles * 2)
+                    seconds[arm].append((time.perf_counter() - started) / cycles * period)
         if index == 0:
             Path(folder, str(batch)).write_text(json.dumps(seconds))
     dist.destroy_process_group()

@@ -51,9 +51,11 @@ _RL_NAMES = {
 }
 
 
-def write_report(folder: Path) -> Path:
+def write_report(folder: Path, *, finished: bool = False) -> Path:
     """Writes ``report.html`` of a run folder, whole or not at all, from whatever the folder holds by now.
 
+    Args:
+        finished: nothing is to come, though the folder does not say so yet.
     Raises:
         ValueError: the folder holds no run.
     """
@@ -66,7 +68,9 @@ def write_report(folder: Path) -> Path:
     template = environment.from_string((Path(__file__).parent / "assets" / "report.html.j2").read_text("utf-8"))
     path = folder / "report.html"
     aside = path.with_name(path.name + ".writing")
-    aside.write_text(template.render(_page(folder, described)), "utf-8")
+    aside.write_text(
+        template.render(_page(folder, {**described, "finished": finished or described["finished"]})), "utf-8"
+    )
     os.replace(aside, path)
     return path
 

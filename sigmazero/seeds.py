@@ -60,8 +60,10 @@ def generator(seed: int, stream: str, sample: int = 0, cycle: int = 0, step: int
 def generators(
     seed: int, stream: str, ids: Iterable[tuple[int, int, int]]
 ) -> Generator[np.random.Generator, None, None]:
-    """One generator, put to each draw in turn: a new one takes ten times as long. ``ids``: sample, cycle, step.
+    """One generator, put to each draw in turn: a new one takes ten times as long. Draw before the next is asked for.
 
+    Args:
+        ids: sample, cycle and step of each draw.
     Raises: as ``generator``.
     """
     if not 0 <= seed < SEED_LIMIT:

@@ -27,18 +27,22 @@ def register_kernel(kind: str, kernel: Kernel) -> None:
     """Makes a function of yours a transition kind that sampling and scoring both use, tried out on two rows first.
 
     Raises:
-        ValueError: the kind is one of ``KINDS``; the kernel fails, or what it returns is no mean like x with a finite
-            std of at least 0 a row.
+        ValueError: the kind is one of ``KINDS``; the kernel fails, writes into what it is given, or what it returns is
+            no mean like x with a finite std of at least 0 a row.
     """
     if kind in KINDS:
         raise ValueError(f"transition kind {kind!r} is built in; give the kernel another name")
     x, sigma = torch.zeros(2, 3, 4, 4), torch.tensor([1.0, 0.5])
+    given = (x, torch.ones_like(x), sigma, sigma - 0.25, torch.tensor([0.75, 0.75]))
+    before = [value.clone() for value in given]
     try:
-        mean, std = kernel(0.5, x, torch.ones_like(x), sigma, sigma - 0.25, torch.tensor([0.75, 0.75]))
+        mean, std = kernel(0.5, *given)
         finite = bool(torch.isfinite(mean).all() and torch.isfinite(std).all() and (std >= 0).all())
         fits = finite and mean.shape == x.shape and std.shape == sigma.shape
     except Exception as error:
         raise ValueError(f"transition kernel {kind!r} fails: {' '.join(str(error).split())}") from error
+    if not all(map(torch.equal, given, before)):
+        raise ValueError(f"transition kernel {kind!r} writes into what it is given, which the run keeps; compute anew")
     if not fits:
         raise ValueError(
             f"transition kernel {kind!r} must return a finite mean [b, ...] like x and a finite std [b] of at least 0"

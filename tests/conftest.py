@@ -40,7 +40,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs write no report, which takes longer than they do; it is tested elsewhere."""
     for module in (local, reopen):
-        monkeypatch.setattr(module, "write_report", lambda folder: folder)
+        monkeypatch.setattr(module, "write_report", lambda folder, **_: folder)
 
 
 def _merge(into: dict[str, Any], dotted: dict[str, Any]) -> dict[str, Any]:

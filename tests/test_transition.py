@@ -295,10 +295,12 @@ def test_a_built_in_kind_cannot_be_replaced(kind: str) -> None:
         (lambda *a: (a[1] * math.nan, a[3]), "'mine' must return a finite mean"),
         (lambda *a: (a[1], a[3] * math.nan), "'mine' must return"),
         (lambda *a: (a[1], (a[3] / (1 - a[3])).sqrt()), "'mine' must return"),
+        (lambda *a: (a[1].add_(a[2]), a[3] / 2), "'mine' writes into what it is given"),
+        (lambda *a: (a[1], a[3].mul_(0.5)), "'mine' writes into what it is given"),
     ],
 )
 def test_b34_a_kernel_that_cannot_work_is_refused_and_not_kept(kernel: Any, complaint: str) -> None:
-    """The last one is inf at sigma 1."""
+    """The last but two is inf at sigma 1; the last two would change what the run keeps."""
     with pytest.raises(ValueError, match=complaint):
         transition.register_kernel("mine", kernel)
     with pytest.raises(ValueError, match="'mine' is unknown"):

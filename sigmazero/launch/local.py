@@ -279,12 +279,12 @@ def _train(config: RunConfig, ranks: Ranks) -> Path:
             ranks=ranks,
         )  # fmt: skip
         judge.score_fixed()
-        judge.write(built.trainer.counters.cycle)
         start = built.trainer.counters.cycle
-        if start == 0 and config.evaluate.every:
-            judge.refresh(0)  # the first row of the report's pictures over training
+        judge.write(start)
         if ranks.is_first:
             write_report(folder.path)
+        if start == 0 and config.evaluate.every:
+            judge.refresh(0)  # the first row of the report's pictures over training
         with (
             MetricsLog(folder.path, start, config.training.tensorboard) as log,
             CycleProgress("training", start, config.num_cycles) as progress,
@@ -295,9 +295,10 @@ def _train(config: RunConfig, ranks: Ranks) -> Path:
             built.trainer.run(_watch(built, folder, judge, log, progress, saver, asked, traced))
         judge.score_moving()
         judge.write(config.num_cycles)
-        folder.describe(config, built.inputs, finished=True)
         if ranks.is_first:
-            write_report(folder.path)
+            write_report(folder.path, finished=True)
+        folder.describe(config, built.inputs, finished=True)  # last: a run that is finished does not go on
+        if ranks.is_first:
             print(scores_table(judge.scores))
             print(f"finished: report in {folder.path / 'report.html'}, scores in {folder.path / 'scores.json'}")
             if traces := [str(path) for path in profiling.trace_paths(config.profile, folder.path) if path.is_file()]:

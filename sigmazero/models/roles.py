@@ -81,7 +81,7 @@ class Roles:
             if lora
             else _Copies(model.net, kinds, lambda net: spread(net, base_dtype))
         )
-        self._sharded: dict[str, list[FSDPModule]] = {role: [] for role in kinds}
+        self._sharded: dict[str, list[FSDPModule]] = {role: [] for role in kinds}  # nothing has run: none holds weights
         if lora is not None and lora.init:
             start_adapters(lora, {role: self.parameters(role) for role, kind in kinds.items() if kind != "frozen"})
         for target, source in sources.items():
@@ -178,15 +178,14 @@ class _Places:
     """Where parameters of a network are kept, found once: to walk through a network takes longer than to average it.
 
     Args:
-        part: only those with this in their name, which is then left without it.
+        names: what a role calls a parameter -> its name in the network.
     """
 
-    def __init__(self, net: nn.Module, part: str = "") -> None:
+    def __init__(self, net: nn.Module, names: Mapping[str, str]) -> None:
         self._places: dict[str, tuple[nn.Module, str]] = {}
-        for name, _ in net.named_parameters():
-            if part in name:
-                inside, _, own = name.rpartition(".")
-                self._places[name.replace(part, ".") if part else name] = (net.get_submodule(inside), own)
+        for name, inside in names.items():
+            module, _, own = inside.rpartition(".")
+            self._places[name] = (net.get_submodule(module), own)
 
     def parameters(self) -> dict[str, Tensor]:
         """Those that are there now: sharding puts others in their place."""
@@ -212,7 +211,7 @@ class _Copies:
         for role, kind in kinds.items():
             if kind != "frozen":
                 net = self._nets[role] = copy.deepcopy(base)
-                self._own[role] = _Places(net)
+                self._own[role] = _Places(net, {name: name for name, _ in net.named_parameters()})
                 _make_masters(self._own[role].parameters(), kind)
                 spread(net)
 
@@ -251,7 +250,11 @@ class _Adapters:
         self._net = model.net.eval()
         self._layers = [m for m in model.net.modules() if isinstance(m, BaseTunerLayer)]
         self._select(())
-        self._own = {role: _Places(model.net, f".{role}.") for role in own_adapter}
+        named = [name for name, _ in model.net.named_parameters()]
+        self._own = {
+            role: _Places(model.net, {n.replace(f".{role}.", "."): n for n in named if f".{role}." in n})
+            for role in own_adapter
+        }
         for role, places in self._own.items():
             _make_masters(places.parameters(), kinds[role])
 

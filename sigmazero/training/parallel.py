@@ -116,13 +116,15 @@ class Ranks:
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Adds up the gradients of all ranks; sharded ones were, in the last backward."""
-        own = [p for p in parameters if p.grad is not None]
+        own = [(p, p.grad) for p in parameters if p.grad is not None]
         if self.count == 1 or self.sharded or not own:
             return
-        flat = torch.cat([p.grad.flatten() for p in own if p.grad is not None])
+        flat = torch.cat([gradient.flatten() for _, gradient in own])
         dist.all_reduce(flat)
-        for parameter, total in zip(own, flat.split([p.numel() for p in own]), strict=True):
-            parameter.grad = total.view_as(parameter)
+        for (parameter, gradient), total in zip(own, flat.split([p.numel() for p, _ in own]), strict=True):
+            # The optimizer wants a gradient laid out as its parameter is.
+            is_plain = parameter.is_contiguous()
+            parameter.grad = total.view_as(parameter) if is_plain else gradient.copy_(total.view_as(parameter))
 
 
 ALONE = Ranks()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -18,11 +19,11 @@ import torch
 import yaml
 
 from sigmazero.config import RunConfig
-from sigmazero.launch import judge
+from sigmazero.launch import judge, local
 from sigmazero.launch.local import build, restore_newest, train
 from sigmazero.metrics import MetricsLog, read_metrics
 from sigmazero.training import checkpoint
-from sigmazero.training.folder import RunFolder, read_config
+from sigmazero.training.folder import RunFolder, read_config, read_description
 from sigmazero.training.rollout import Collector
 from sigmazero.training.trainer import Trainer
 from tests.conftest import MakeRun
@@ -333,6 +334,30 @@ def test_b11_a_checkpoint_of_another_run_is_refused_with_the_difference(make: An
     shutil.copytree(tmp_path / "one" / "checkpoints", tmp_path / "two" / "checkpoints")
     with pytest.raises(ValueError, match=r"cycle-00000002 holds another run \(optimizers\.student\.clip was 1\.0, is"):
         train(config)
+
+
+def test_pages_are_written_from_the_start_on_and_a_run_goes_on_until_its_last_one_is(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, pages, full = make("flow", tmp_path / "run"), list[tuple[bool, int, bool]](), True
+
+    def page(folder: Path, *, finished: bool = False) -> None:
+        arms = json.loads((folder / "scores.json").read_text())["arms"]
+        history = len(list((folder / "evaluation" / "history").glob("*.png")))
+        pages.append((any(arm.startswith("student@") for arm in arms), history, finished))
+        assert not (read_description(folder) or {})["finished"]
+        if finished and full:
+            raise OSError("the disk is full")
+
+    monkeypatch.setattr(local, "write_report", page)
+    with pytest.raises(OSError, match="the disk is full"):
+        train(config)
+    refreshed = [(False, 2, False), (False, 3, False), (False, 4, False), (False, 5, False)]
+    assert pages == [(False, 0, False), *refreshed, (True, 5, True)]
+    full = False
+    train(config)
+    assert pages[6:] == [(False, 5, False), (True, 5, True)]
+    assert (read_description(Path(config.output)) or {})["finished"]
 
 
 def cycles_logged(folder: Path) -> int:
