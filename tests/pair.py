@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from sigmazero.training.parallel import Ranks
 
-TIME_LIMIT = 240.0  # seconds for one call, the first one's imports included
+TIME_LIMIT = 240.0  # seconds for one call, the first one's imports included, and for all to end
 
 
 class Pair:
@@ -55,8 +55,9 @@ class Pair:
     def close(self) -> None:
         for asked in self._asked:
             asked.put(None)
+        end = time.monotonic() + TIME_LIMIT
         for process in self._processes:
-            process.join(20)
+            process.join(max(0.0, end - time.monotonic()))
             process.kill()
 
     @property
